@@ -1,0 +1,37 @@
+"""What every test may use: the `ranks` fixture, and the markers that need hardware or rights to run.
+
+`ranks(fn, world, *args, timeout=120, **kwargs)` runs fn on `world` Gloo ranks (1 to 4) and returns their
+results by rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Run a function on ranks of the pool. Session scope: the pool is shared, and hypothesis needs it so."""
+    pool = Pool()
+    yield pool.run
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "no GPU here"
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        missing["netns"] = "needs root and the `ip` command"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

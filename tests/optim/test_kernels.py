@@ -1,0 +1,153 @@
+"""The meaning of the one-pass updates (in plain torch) against torch.optim, and which groups they take.
+
+The kernels themselves are tested in tests/gpu/test_kernels_gpu.py.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zeor.memory.formats import cast_into
+from zeor.optim import kernels
+from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings, supports
+from zeor.optim.kernels_reference import adam_pass_reference, sgd_pass_reference
+
+NUMEL = 1003
+STEPS = 5
+
+ADAM_CASES = [
+    {"lr": 1e-2},
+    {"lr": 1e-2, "weight_decay": 0.1},
+    {"lr": 1e-2, "weight_decay": 0.1, "maximize": True},
+    {"lr": 3e-4, "betas": (0.3, 0.95), "eps": 1e-6},
+    {"lr": 1e-2, "betas": (0.0, 0.99)},
+    {"lr": torch.tensor(1e-2), "weight_decay": 0.1},
+]
+SGD_CASES = [
+    {"lr": 0.1},
+    {"lr": 0.1, "weight_decay": 0.01, "maximize": True},
+    {"lr": 0.1, "momentum": 0.9},
+    {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+]
+
+
+def assert_same(got: torch.Tensor, stock: torch.Tensor, settings: AdamSettings | SGDSettings) -> None:
+    """Equal in bits; where lr is a tensor stock divides it in fp32 and the pass in fp64, so to rounding."""
+    tolerance = 1e-6 if isinstance(settings.lr, torch.Tensor) else 0.0
+    torch.testing.assert_close(got, stock, rtol=tolerance, atol=tolerance / 10)
+
+
+def gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(NUMEL, generator=generator) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("case", ADAM_CASES, ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_reference_equals_stock(kind, case):
+    parameter = torch.nn.Parameter(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)))
+    run = AdamRun(parameter.detach().clone(), torch.empty(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL))
+    optimizer = kind([parameter], foreach=False, **case)
+    settings = AdamSettings.from_group(optimizer, optimizer.param_groups[0])
+    assert settings.decoupled_weight_decay == (kind is torch.optim.AdamW)
+    for step, grad in enumerate(gradients(), start=1):
+        parameter.grad = grad.clone()
+        optimizer.step()
+        adam_pass_reference(
+            run._replace(grad=grad), settings, step if step % 2 else torch.tensor(float(step))
+        )
+    state = optimizer.state[parameter]
+    assert_same(run.master, parameter.detach(), settings)
+    assert_same(run.exp_avg, state["exp_avg"], settings)
+    assert_same(run.exp_avg_sq, state["exp_avg_sq"], settings)
+
+
+@pytest.mark.parametrize("case", SGD_CASES, ids=str)
+def test_sgd_reference_equals_stock(case):
+    parameter = torch.nn.Parameter(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.SGD([parameter], foreach=False, **case)
+    settings = SGDSettings.from_group(optimizer.param_groups[0])
+    buffer = torch.full((NUMEL,), float("nan")) if settings.momentum else None
+    run = SGDRun(parameter.detach().clone(), torch.empty(NUMEL), buffer)
+    for step, grad in enumerate(gradients()):
+        parameter.grad = grad.clone()
+        optimizer.step()
+        sgd_pass_reference(run._replace(grad=grad), settings, first=step == 0)
+    assert_same(run.master, parameter.detach(), settings)
+    if buffer is not None:
+        assert_same(buffer, optimizer.state[parameter]["momentum_buffer"], settings)
+
+
+def test_scale_found_inf_and_compute():
+    grad = gradients()[0].bfloat16()
+    compute = torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16)
+    run = AdamRun(torch.ones(NUMEL), grad, torch.zeros(NUMEL), torch.zeros(NUMEL), compute)
+    settings = AdamSettings(lr=0.1)
+    adam_pass_reference(run, settings, 1, found_inf=torch.tensor(1.0))
+    assert torch.equal(run.master, torch.ones(NUMEL)) and compute.isnan().all()
+    adam_pass_reference(run, settings, 1, scale=torch.tensor(0.25), found_inf=torch.tensor(0.0))
+    assert torch.equal(run.exp_avg, torch.zeros(NUMEL).lerp_(grad.float() * 0.25, 1 - 0.9))
+    expected = torch.empty_like(compute)
+    cast_into(expected, run.master)
+    assert torch.equal(compute, expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_supports_the_three_stock_classes(kind):
+    optimizer = kind([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], lr=torch.tensor(0.1))
+    assert supports(optimizer, optimizer.param_groups[0]) is None
+
+
+class MyAdam(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "word"),
+    [
+        (MyAdam, {}, "MyAdam is not exactly"),
+        (torch.optim.NAdam, {}, "NAdam is not exactly"),
+        (torch.optim.Adam, {"amsgrad": True}, "amsgrad"),
+        (torch.optim.AdamW, {"differentiable": True}, "differentiable"),
+        (torch.optim.SGD, {"differentiable": True}, "differentiable"),
+        (torch.optim.SGD, {"weight_decay": torch.tensor(0.1)}, "weight_decay is a tensor"),
+        (torch.optim.SGD, {"lr": torch.tensor(0.1, requires_grad=True)}, "lr requires grad"),
+        (torch.optim.Adam, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}, "betas is a tensor"),
+    ],
+)
+def test_supports_says_why_not(kind, arguments, word):
+    optimizer = kind([torch.nn.Parameter(torch.zeros(3))], **arguments)
+    assert word in supports(optimizer, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_supports_names_a_dtype_without_an_fp32_master(dtype):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, dtype=dtype))])
+    assert str(dtype) in supports(optimizer, optimizer.param_groups[0])
+
+
+def test_a_cpu_has_no_pass():
+    assert not kernels.available("cpu")
+    assert "not cpu" in kernels.unavailable_reason(torch.device("cpu"))
+
+
+def test_importing_the_module_leaves_triton_and_the_device_alone():
+    # torch itself may bring Triton along: only what this module adds counts.
+    program = (
+        "import sys, torch; before = 'triton' in sys.modules\n"
+        "import zeor.optim.kernels, zeor.optim.kernels_reference\n"
+        "assert ('triton' in sys.modules) == before and 'zeor.optim.kernels_triton' not in sys.modules\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_log2_in_two_parts_carries_48_bits():
+    for beta in (0.9, 0.95, 0.999, 0.99999):
+        high, low = kernels._log2_in_two_parts(beta)
+        for step in (1, 10, 100_000):
+            assert 2.0 ** ((high + low) * step) == pytest.approx(beta**step, rel=1e-9, abs=1e-300)
+    assert kernels._log2_in_two_parts(0.0) == (float("-inf"), 0.0)

@@ -1,0 +1,85 @@
+"""`zeor train`: a small run on two ranks learns, says the same on both, and measures what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeor.tools import train
+from zeor.tools.plan import ROLES
+from zeor.tools.train import Settings, run_rank
+
+Ranks = Callable[..., list[train.Result]]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "line.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    return file
+
+
+@pytest.mark.long
+def test_a_small_run_learns_and_measures(ranks: Ranks, text: Path) -> None:
+    settings = Settings(steps=30, layers=2, width=32, batch=8, lr=1e-2, text=text)
+    first, second = ranks(run_rank, 2, settings)
+    assert first.loss_after < first.loss_before - 1
+    assert (first.loss_before, first.loss_after, first.sample) == (
+        second.loss_before,
+        second.loss_after,
+        second.sample,
+    )
+    for stage in range(4):
+        measured, predicted = first.measured[stage], first.predicted[stage]
+        assert {role: measured[role] for role in ROLES} == {role: predicted[role] for role in ROLES}, stage
+        assert measured["transient"] <= predicted["transient"], stage
+    shown = train.bytes_table(first.predicted, first.measured)
+    assert [line.split()[2] for line in shown.splitlines()[2:]] == ["predicted", "measured"] * 4
+
+
+@pytest.mark.long
+def test_from_the_command_line(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "3", "--layers", "1", "--width", "32", "--batch", "2", "--text", str(text)]
+    assert train.main(options) == 0
+    shown = capfd.readouterr().out
+    for expected in ("3/3", "grad_norm", "tok/s", "validation loss", "stage 3 measured"):
+        assert expected in shown
+
+
+def test_bundled_text_is_there_and_clean() -> None:
+    body = train.TEXT.read_text(encoding="utf-8")
+    assert 300_000 < len(body.encode()) < 500_000
+    assert body.startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
+    assert "CC0" in (train.TEXT.parent / "SOURCE.txt").read_text()
+
+
+def test_windows_pair_each_token_with_the_next() -> None:
+    windows = train.Windows(torch.arange(200), stride=10)
+    x, y = windows[len(windows) - 1]
+    assert x.shape == y.shape == (train.CONTEXT,)
+    assert torch.equal(x + 1, y)
+    assert y[-1] < 200
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    factors = [train._lr_factor(step, 100) for step in range(100)]
+    top = factors.index(max(factors))
+    assert max(factors) == pytest.approx(1.0)
+    assert factors[: top + 1] == sorted(factors[: top + 1])
+    assert factors[top:] == sorted(factors[top:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="there is no file"):
+        train.main(["--text", str(tmp_path / "none.txt")])
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    with pytest.raises(SystemExit, match="has 5 bytes; 2 ranks"):
+        train.main(["--text", str(short)])
+    with pytest.raises(SystemExit):
+        train.main(["--steps", "0"])
+    assert "not a positive number" in capsys.readouterr().err

@@ -1,0 +1,306 @@
+"""The public verbs, thin: each checks what it was given and hands over to the folders below."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeor.comm import verbs
+from zeor.comm.agree import same_everywhere
+from zeor.comm.mesh import Mesh, make_mesh
+from zeor.comm.world import ensure_process_group
+from zeor.memory import device as devices
+from zeor.memory.view import View
+from zeor.optim.one_pass import why_not
+from zeor.optim.stepper import Stepper, check_parameters
+from zeor.plan import Plan
+from zeor.planner.bytes import predict
+from zeor.runtime import full
+from zeor.runtime.discover import find_units
+from zeor.runtime.engine import Engine
+from zeor.runtime.hooks import Hooks
+from zeor.runtime.keys import lane_key
+from zeor.runtime.unit import Slot
+
+log = logging.getLogger("zeor")
+
+
+class Sharded:
+    """What belongs to one sharded model: its engine, its hooks, its optimizers."""
+
+    def __init__(self, engine: Engine, hooks: Hooks):
+        self.engine, self.hooks = engine, hooks
+        self.steppers: list[Stepper] = []
+
+
+_sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    mesh: Any = None,
+    units: Sequence[nn.Module | type] | None = None,
+    **options: Any,
+) -> Any:
+    """Shard a model and its optimizer(s) over the ranks, in place. Returns (model, optimizer), or the model
+    alone when no optimizer is given; a later `shard(model, optimizer)` then adds it.
+
+    stage=3          0: everything full (DDP). 1: optimizer state sliced. 2: gradients too. 3: parameters too.
+    precision=None   "fp32", "bf16", "fp16" or a zeor.Precision; None keeps the parameters' own dtypes. The
+                     optimizer always works on an fp32 (or wider) master.
+    reduction="mean" gradients are averaged over ranks; "sum" adds them.
+    units=None       modules or classes gathered as one; None finds them.
+    mesh=None        a one-dimensional DeviceMesh or a process group; None is every rank.
+    overlap=True     communicate while computing; the results are the same bits either way.
+    prefetch=1       units gathered ahead.
+    kernel="auto"    one-pass update on a GPU where it can do the optimizer's arithmetic; "stock" refuses it.
+    deterministic=False  True sums gradients in rank order on every backend (Gloo always does).
+    sync_buffers=False   True sends rank 0's buffers to all ranks before each training forward, as DDP does.
+    timeout=600      seconds a collective may take before every rank raises.
+    """
+    optimizers = _as_list(optimizer)
+    if model in _sharded:
+        return _add_optimizers(model, optimizer, optimizers, options or units or mesh)
+    plan = Plan.parse(options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
+    _refuse_nested(model)
+    device = devices.device_of(model)
+    ensure_process_group(device, plan.timeout)
+    the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
+    engine = _build(model, plan, the_mesh, units, optimizers)
+    _sharded[model] = state = Sharded(engine, Hooks(engine, model))
+    for each in optimizers:
+        state.steppers.append(Stepper(engine, each))
+    _log_start(model, state)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _as_list(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"zeor.shard takes torch optimizers; it was given a {type(each).__name__}.")
+    return found
+
+
+def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer], extra: Any) -> Any:
+    state = _sharded[model]
+    if not optimizers or state.steppers or extra:
+        raise ValueError(
+            "This model is sharded already; zeor.shard may be called once more only to add its optimizer(s), "
+            "and then with the model and the optimizer(s) alone."
+        )
+    _compare_optimizers(state.engine.mesh, state.engine, optimizers)
+    state.steppers = [Stepper(state.engine, each) for each in optimizers]
+    _log_start(model, state)
+    return model, optimizer
+
+
+def _refuse_nested(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, View):
+            raise ValueError(f"Parameter {name!r} belongs to a model that is sharded already; zeor.unshard that first.")
+
+
+def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: list[Optimizer]) -> Engine:
+    """Find units, compare ranks, pack, and turn the user's parameters into views."""
+    specs = find_units(model, units)
+    engine = Engine(plan, mesh)
+    slots = {spec.name: [Slot(engine, name, p, owners) for name, p, owners in spec.params] for spec in specs}
+    same_everywhere(mesh, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
+    same_everywhere(mesh, "models", [_describe(s, spec.name) for spec in specs for s in slots[spec.name]])
+    engine.slots = [slot for spec in specs for slot in slots[spec.name]]
+    for each in optimizers:
+        check_parameters(engine, each)
+    _compare_optimizers(mesh, engine, optimizers)
+    engine.slots = []
+    for spec in specs:
+        keys = {slot: lane_key(slot.user, slot.owners, plan.precision) for slot in slots[spec.name]}
+        unit = engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
+        for slot in unit.slots:
+            _become_view(slot)
+    for name, buffer in model.named_buffers():
+        verbs.broadcast(mesh, buffer, f"broadcast of buffer {name!r}")
+    engine.ready()
+    return engine
+
+
+def _describe(slot: Slot, unit: str) -> str:
+    trains = "" if slot.user.requires_grad else ", frozen"
+    return f"{slot.name!r}: {slot.shape}, {slot.user.dtype}{trains}, in unit {unit!r}"
+
+
+def _compare_optimizers(mesh: Mesh, engine: Engine, optimizers: list[Optimizer]) -> None:
+    names = {id(slot.user): slot.name for slot in engine.slots}
+    lines = []
+    for number, optimizer in enumerate(optimizers):
+        for position, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number} ({type(optimizer).__name__}), group {position}"
+            settings = {k: _number(v) for k, v in sorted(group.items()) if k != "params"}
+            lines.append(f"{where}: {settings}")
+            lines.extend(f"{where}: {names.get(id(p), 'a foreign parameter')!r}" for p in group["params"])
+    same_everywhere(mesh, "optimizer groups", lines)
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _become_view(slot: Slot) -> None:
+    """The user's own Parameter object turns into a view, in place: every reference follows."""
+    for module, _ in slot.owners:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # weak references would forbid the exchange
+    slot.user.grad = None
+    view = slot.make_view(of_grad=False)
+    try:
+        torch.utils.swap_tensors(slot.user, view)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Parameter {slot.name!r} is still held elsewhere (an autograd graph of an earlier loss, or a weak "
+            f"reference), so it cannot be sharded in place; delete that first. torch said: {error}"
+        ) from error
+
+
+def _log_start(model: nn.Module, state: Sharded) -> None:
+    """One line on rank 0: what runs, where, and how."""
+    engine = state.engine
+    if engine.mesh.rank != 0:
+        return
+    numel = sum(slot.full.numel() for slot in engine.slots)
+    kernel = "no optimizer yet"
+    if state.steppers:
+        reason = why_not(engine, state.steppers[0].optimizer)
+        name = type(state.steppers[0].optimizer).__name__
+        kernel = f"{name} by the stock step ({reason})" if reason else f"{name} by the one-pass kernel"
+    dtypes = {(k.compute_dtype, k.reduce_dtype, k.master_dtype) for u in engine.units for k in (x.key for x in u.lanes)}
+    told = "; ".join("/".join(str(d).removeprefix("torch.") for d in triple) for triple in sorted(dtypes, key=str))
+    log.info(
+        "stage %d over %d rank(s) on %s, torch %s: %s parameters in %d units; compute/reduce/master %s; %s",
+        engine.plan.stage, engine.mesh.world, devices.describe(engine.mesh.device), torch.__version__,
+        f"{numel:,}", len(engine.units), told, kernel,
+    )  # fmt: skip
+
+
+def _state(model: nn.Module) -> Sharded:
+    if model not in _sharded:
+        raise ValueError("This model is not sharded; call zeor.shard(model, optimizer) first.")
+    return _sharded[model]
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward inside keeps this rank's own gradients, summed in fp32 at full size; the next backward outside
+    reduces them together with its own. For accumulation over several micro-batches."""
+    engine = _state(model).engine
+    before, engine.sync = engine.sync, False
+    try:
+        yield
+    finally:
+        engine.sync = before
+
+
+@contextmanager
+def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> Iterator[nn.Module]:
+    """Inside, the model holds plain, full parameters (and, with grads=True, their full gradients): read them,
+    save them, export them. With write=True rank 0's changes reach every rank and the fp32 masters. Every rank
+    of the mesh must enter; a rank's memory grows by the whole model."""
+    engine = _state(model).engine
+    params = full.all_values(engine)
+    if grads:
+        full.attach_grads(engine, params)
+    full.show(engine, params)
+    try:
+        yield model
+        if write:
+            full.check_unchanged(engine, params)
+            full.write_back(engine, params)
+    finally:
+        full.hide(engine)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients so that their joint norm is at most max_norm; returns the norm before. The same on
+    every rank and, in bits, at every stage. torch.nn.utils.clip_grad_norm_ works too."""
+    engine = _state(model).engine
+    slots = [s for s in engine.slots if s.lane.grads is not None and s.lane.grads.has[s.index]]
+    total = engine.norms.total(slots, float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; pass "
+            "error_if_nonfinite=False to scale them all the same."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for slot in slots:
+        slot.scale_grad(factor)
+    return total
+
+
+def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Any:
+    """Give back a plain model and plain optimizer(s): full parameters and full state on every rank."""
+    state = _state(model)
+    engine = state.engine
+    params = full.all_values(engine)
+    for stepper in list(state.steppers):
+        _unshard_optimizer(stepper)
+    state.hooks.remove()
+    for slot, param in params.items():
+        for module, attr in slot.owners:
+            module._parameters[attr] = slot.user
+        torch.utils.swap_tensors(slot.user, param)
+    for module in {module for slot in params for module, _ in slot.owners}:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+            module.flatten_parameters()
+    del _sharded[model]
+    return model if optimizer is None else (model, optimizer)
+
+
+def _unshard_optimizer(stepper: Stepper) -> None:
+    optimizer = stepper.optimizer
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    whole = {param: stepper.segments.whole(param) for param in order}
+    optimizer.state.clear()
+    for param, entries in whole.items():
+        if entries:
+            optimizer.state[param] = entries
+    stepper.unpatch()
+
+
+def traffic(model: nn.Module) -> dict[str, Any]:
+    """Bytes this rank sent and collectives it took part in since shard(), by verb."""
+    return _state(model).engine.mesh.traffic.summary()
+
+
+def report(model: nn.Module) -> dict[str, int]:
+    """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top."""
+    state = _state(model)
+    measured = state.engine.nbytes()
+    moments = sum(stepper.moments_nbytes() for stepper in state.steppers)
+    padding = sum(
+        lane.layout.padding_numel * lane.key.compute_dtype.itemsize
+        for unit in state.engine.units
+        for lane in unit.lanes
+    )
+    roles = {role: measured.get(role, 0) for role in ("compute", "grad", "master")}
+    return {**roles, "moments": moments, "padding": padding, "transient_peak": state.engine.ledger.peak_nbytes}
+
+
+__all__ = [
+    "clip_grad_norm_", "full_params", "no_sync", "predict", "report", "shard", "traffic", "unshard",
+]  # fmt: skip

@@ -1,0 +1,53 @@
+"""How ranks compare what must be equal: text exchanged on the control group, never pickles.
+
+`shard()` sends one line per thing that must be the same on all ranks (plan, parameters, optimizer
+groups). First only a digest travels; the lines follow when digests differ, to name the first one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeor.comm.mesh import Mesh
+
+
+def exchange(mesh: Mesh, value: Any) -> list[Any]:
+    """Every rank's JSON value, in rank order."""
+    if mesh.world == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    lengths = [torch.zeros_like(length) for _ in range(mesh.world)]
+    dist.all_gather(lengths, length, group=mesh.control)
+    longest = int(max(lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.empty_like(padded) for _ in range(mesh.world)]
+    dist.all_gather(parts, padded, group=mesh.control)
+    return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths)]
+
+
+def same_everywhere(mesh: Mesh, what: str, lines: list[str]) -> None:
+    """Raise on every rank, naming the first rank and the first line that differ from rank 0's."""
+    if mesh.world == 1 or mesh.fake:
+        return
+    digests = exchange(mesh, hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    everyone = exchange(mesh, lines)
+    raise ValueError(f"The ranks' {what} differ: {first_difference(everyone[0], everyone[odd], odd)}.")
+
+
+def first_difference(ours: list[str], theirs: list[str], rank: int) -> str:
+    for a, b in zip(ours, theirs):
+        if a != b:
+            return f"rank 0 has {a}, rank {rank} has {b}"
+    if len(ours) > len(theirs):
+        return f"rank 0 has {ours[len(theirs)]}, rank {rank} has nothing there"
+    return f"rank {rank} has {theirs[len(ours)]}, rank 0 has nothing there"

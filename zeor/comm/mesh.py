@@ -1,0 +1,101 @@
+"""The mesh: the ranks one model is sharded over, and the groups its traffic travels on.
+
+Three groups over the same ranks. Gathers and reduces have one each: on a single group, ranks whose
+autograd interleaves the two differently would wait for each other for ever. `control` carries small
+host tensors over Gloo, so that agreeing on something never makes the host wait for the accelerator.
+A world of one has no groups. Everything zeor checks, sums or counts is scoped to a mesh.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeor.comm.traffic import Traffic
+
+
+@dataclass
+class Mesh:
+    rank: int
+    world: int
+    device: torch.device
+    gather: Any = None
+    reduce: Any = None
+    control: Any = None
+    native_reduce: bool = True  # the backend's own reduce-scatter is both exact in order and frugal
+    fake: bool = False  # one rank of an imagined world: nothing moves, nothing can be compared
+    timeout: float = 600.0
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+# Groups cost sockets and threads, so models sharded over the same ranks share them. Keyed weakly by the
+# parent group: when the user destroys it, its groups go with it.
+_groups: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def make_mesh(mesh: Any, device: torch.device, deterministic: bool, timeout: float) -> Mesh:
+    """From `shard(mesh=...)`: None (everybody), a process group, or a one-dimensional DeviceMesh."""
+    parent = _parent_group(mesh)
+    if parent is None:
+        return Mesh(rank=0, world=1, device=device, timeout=timeout)
+    rank = dist.get_rank(parent)
+    if rank < 0:
+        raise ValueError("This rank is not in the mesh given to zeor; call zeor.shard only on its ranks.")
+    world = dist.get_world_size(parent)
+    if world == 1:
+        return Mesh(rank=0, world=1, device=device, timeout=timeout)
+    backend = _backend(parent, device)
+    gather, reduce, control = _groups_over(parent, device, timeout)
+    # Gloo's reduce-scatter was measured to send as much as an all-reduce, twice the ideal.
+    native = backend != "gloo" and not deterministic
+    return Mesh(rank, world, device, gather, reduce, control, native, backend == "fake", timeout)
+
+
+def _parent_group(mesh: Any) -> Any:
+    if mesh is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if isinstance(mesh, dist.device_mesh.DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"The DeviceMesh has {mesh.ndim} dimensions; give zeor the one to shard over, such as mesh['dp']."
+            )
+        return mesh.get_group()
+    raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh or a process group.")
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    """The backend that moves this device's tensors in a group."""
+    config = dist.get_backend_config(group)
+    for part in str(config).split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in (device.type, ""):
+            return backend
+    raise ValueError(
+        f"The model is on {device.type} but the process group only serves {config}; initialise it with "
+        f"a backend for {device.type}, or move the model."
+    )
+
+
+def _groups_over(parent: Any, device: torch.device, timeout: float) -> tuple[Any, Any, Any]:
+    cache = _groups.setdefault(parent, {})
+    key = (device.type, timeout)
+    if key not in cache:
+        ranks = dist.get_process_group_ranks(parent)
+        # Ranks outside the mesh take no part in making its groups.
+        local = len(ranks) < dist.get_world_size()
+        limit = timedelta(seconds=timeout)
+        backend = _backend(parent, device)
+
+        def new(backend: str) -> Any:
+            return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=local)
+
+        control = "fake" if backend == "fake" else "gloo"
+        cache[key] = (new(backend), new(backend), new(control))
+    return cache[key]

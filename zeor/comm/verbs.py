@@ -1,0 +1,141 @@
+"""The exact verbs: gather, reduce, broadcast, and the small sums and maxima ranks agree by.
+
+A verb starts its collective and returns a `Move`; `Move.wait()` finishes it. Waiting makes the
+current stream wait on an accelerator, and the host on a CPU. Gathers and all-to-alls move bytes, so
+they work for every dtype on every backend. This module knows flat tensors and a mesh, nothing else.
+
+Note [Sums in rank order]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A reduce over Gloo, or with deterministic=True, is an all-to-all followed by a local sum in rank order,
+accumulated in at least fp32 whatever the wire's dtype: the result does not depend on how a backend
+cuts its messages, so it is the same bits at every stage, and each rank sends the minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeor.comm.mesh import Mesh
+from zeor.comm.stuck import explain
+
+# The collectives were renamed: old names warn on torch 2.13, new ones are absent on 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Move:
+    """A collective under way. `wait()` finishes it and returns its result; calling it again is free."""
+
+    def __init__(self, mesh: Mesh, label: str, work: dist.Work | None, finish: Callable[[], Tensor]):
+        self._mesh, self._label, self._work = mesh, label, work
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._finish is not None:
+            if self._work is not None:
+                try:
+                    self._work.wait()
+                except RuntimeError as error:
+                    raise explain(self._mesh, self._label, error) from error
+            self._result = self._finish()
+            # A Work object keeps its tensors alive, and the closure its buffers.
+            self._work = self._finish = None
+        assert self._result is not None
+        return self._result
+
+
+def gather(mesh: Mesh, full: Tensor, mine: Tensor, label: str) -> Move:
+    """SLICE -> FULL. `mine` may be this rank's part of `full` itself."""
+    if mesh.world == 1:
+        if full.data_ptr() != mine.data_ptr():
+            full.copy_(mine)
+        return Move(mesh, label, None, lambda: full)
+    mesh.traffic.count("gather", mine.nbytes * (mesh.world - 1))
+    work = _start(mesh, label, lambda: _all_gather(_bytes(full), _bytes(mine), group=mesh.gather, async_op=True))
+    return Move(mesh, label, work, lambda: full)
+
+
+def reduce(mesh: Mesh, full: Tensor, factor: float, label: str) -> Move:
+    """PARTIAL -> SLICE: the sum over ranks of this rank's part, times `factor`, in full's dtype.
+
+    `full` is consumed: it must not be written until the move is finished.
+    """
+    if mesh.world == 1:
+        return Move(mesh, label, None, lambda: full if factor == 1.0 else full.mul_(factor))
+    slice_numel = full.numel() // mesh.world
+    mesh.traffic.count("reduce", slice_numel * full.itemsize * (mesh.world - 1))
+    if mesh.native_reduce:
+        out = full.new_empty(slice_numel)
+        work = _start(mesh, label, lambda: _reduce_scatter(out, full, group=mesh.reduce, async_op=True))
+        return Move(mesh, label, work, lambda: out if factor == 1.0 else out.mul_(factor))
+    received = torch.empty_like(full)
+    work = _start(
+        mesh,
+        label,
+        lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=mesh.reduce, async_op=True),
+    )
+    return Move(mesh, label, work, lambda: _sum_in_rank_order(received.view(mesh.world, -1), factor))
+
+
+def _sum_in_rank_order(parts: Tensor, factor: float) -> Tensor:
+    """See Note [Sums in rank order]."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    if factor != 1.0:
+        total.mul_(factor)
+    return total.to(parts.dtype)
+
+
+def broadcast(mesh: Mesh, tensor: Tensor, label: str) -> None:
+    """Rank 0's values everywhere, at once."""
+    if mesh.world == 1 or tensor.numel() == 0:
+        return
+    mesh.traffic.count("broadcast", tensor.nbytes if mesh.rank == 0 else 0)
+    flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+    source = dist.get_global_rank(mesh.gather, 0)
+    work = _start(mesh, label, lambda: dist.broadcast(_bytes(flat.view(-1)), source, group=mesh.gather, async_op=True))
+    Move(mesh, label, work, lambda: flat).wait()
+    if flat is not tensor:
+        tensor.copy_(flat)
+
+
+def gather_vector(mesh: Mesh, vector: Tensor, label: str) -> Tensor:
+    """Every rank's small vector as rows, in rank order: sums over it are the same bits on every rank."""
+    if mesh.world == 1:
+        return vector.unsqueeze(0)
+    mesh.traffic.count("agree", vector.nbytes * (mesh.world - 1))
+    rows = vector.new_empty(mesh.world, vector.numel())
+    work = _start(
+        mesh,
+        label,
+        lambda: _all_gather(rows.view(-1), vector.contiguous(), group=mesh.reduce, async_op=True),
+    )
+    return Move(mesh, label, work, lambda: rows).wait()
+
+
+def agree_max(mesh: Mesh, values: Tensor, label: str) -> Tensor:
+    """The element-wise maximum of small host integers over ranks, in place, on the control group."""
+    if mesh.world == 1:
+        return values
+    mesh.traffic.count("agree", values.nbytes)
+    work = _start(mesh, label, lambda: dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.control, async_op=True))
+    return Move(mesh, label, work, lambda: values).wait()
+
+
+def _start(mesh: Mesh, label: str, issue: Callable[[], dist.Work]) -> dist.Work:
+    try:
+        return issue()
+    except RuntimeError as error:
+        raise explain(mesh, label, error) from error
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """The same memory as bytes: what moves without arithmetic needs no dtype."""
+    return flat.view(torch.uint8)

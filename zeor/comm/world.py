@@ -1,0 +1,62 @@
+"""Joining the process group when nobody has: from torchrun's variables, from SLURM's, or alone.
+
+Called by `shard()`. A process without such variables is a world of one and needs no group at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def ensure_process_group(device: torch.device, timeout: float) -> None:
+    """Initialise torch.distributed's default group if the environment asks for one and it is not there."""
+    if not dist.is_available() or dist.is_initialized():
+        return
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        _take_over_slurm()
+    if "RANK" not in os.environ:
+        return
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"RANK is set but {', '.join(missing)} is not; start the script with torchrun or python, "
+            "or call torch.distributed.init_process_group before zeor.shard."
+        )
+    dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout))
+
+
+def backend_for(device: torch.device) -> str:
+    """Gloo for CPU tensors always; the accelerator's own backend beside it."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _take_over_slurm() -> None:
+    """srun's variables in torchrun's words."""
+    env = os.environ
+    host = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost"))
+    env["RANK"] = env["SLURM_PROCID"]
+    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    env.setdefault("MASTER_ADDR", host)
+    # One port per job step, the same on all its ranks, above the well-known ones.
+    job = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))
+    env.setdefault("MASTER_PORT", str(20000 + job % 20000))
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list such as `gpu[003-005,9],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
+    if match is None:
+        output = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
+        return output.stdout.split()[0]
+    prefix, ranges, suffix = match.groups()
+    first = re.split(r"[,-]", ranges)[0] if ranges else ""
+    return prefix + first + suffix

@@ -1,0 +1,72 @@
+"""The one file that talks to accelerators, always through `torch.accelerator`.
+
+Everything else asks here: which device this rank computes on, and how to wait for it. Importing
+it touches no device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def local_device(device_type: str) -> torch.device:
+    """This rank's device of that type, by torchrun's LOCAL_RANK."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+    return torch.device(device_type, index % max(1, torch.accelerator.device_count()))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device a model's parameters are on, or a sentence that says what is wrong."""
+    return one_device(model.named_parameters())
+
+
+def one_device(params: Iterable[tuple[str, Tensor]]) -> torch.device:
+    """The one device these parameters are on."""
+    found: dict[torch.device, str] = {}
+    for name, param in params:
+        found.setdefault(param.device, name)
+    if not found:
+        raise ValueError("The model has no parameters: there is nothing to shard.")
+    if any(device.type == "meta" for device in found):
+        name = next(name for device, name in found.items() if device.type == "meta")
+        raise ValueError(
+            f"Parameter {name!r} is still on the meta device; call model.to_empty(device=...) and initialise "
+            "or load its values, then zeor.shard."
+        )
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise ValueError(
+            f"The model lies on two devices: {a!r} on {first}, {b!r} on {second}; "
+            f"move it with model.to({str(first)!r}) before zeor.shard."
+        )
+    device = next(iter(found))
+    if device.type != "cpu" and device.index is not None and device.index != torch.accelerator.current_device_index():
+        raise ValueError(
+            f"The model is on {device} but this rank's current device is {device.type}:"
+            f"{torch.accelerator.current_device_index()}; call torch.accelerator.set_device_index(LOCAL_RANK) "
+            "first and build the model there."
+        )
+    return device
+
+
+def synchronize(tensor: Tensor) -> None:
+    """Wait on the host for everything queued on the tensor's device."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)
+
+
+def autocast_on(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)
+
+
+def describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.get_device_module(device).get_device_name(device)
+    return f"{device} ({name})"

@@ -1,0 +1,104 @@
+"""`zeor.optim.SGD(model.parameters(), lr=0.1)`: any torch optimizer by name, sharded, with nothing else to write.
+
+Parameters stay plain tensors of the user's and no module is hooked; gradients are reduced as they
+arrive in backward, and new values are published before step() returns. Otherwise it is the same engine:
+stage 1 slices the optimizer's state, stage 2 the gradients too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeor.comm.agree import same_everywhere
+from zeor.comm.mesh import make_mesh
+from zeor.comm.world import ensure_process_group
+from zeor.memory.device import one_device
+from zeor.optim.stepper import Stepper
+from zeor.plan import Plan
+from zeor.runtime.engine import Engine
+from zeor.runtime.hooks import collect_from, take_off_before_backward
+from zeor.runtime.keys import lane_key
+from zeor.runtime.unit import Slot
+
+# Parameters are grouped into units of this part of the model: enough of them to overlap, none tiny.
+UNITS = 16
+
+
+@functools.cache
+def drop_in(base: type[Optimizer]) -> type[Optimizer]:
+    """The sharded class of the same name for a torch optimizer class."""
+
+    def __init__(self: Any, params: Any, *args: Any, stage: int = 1, mesh: Any = None, **kwargs: Any) -> None:
+        base.__init__(self, params, *args, **kwargs)
+        if stage not in (1, 2):
+            raise ValueError(
+                f"zeor.optim.{base.__name__}(stage={stage!r}): a drop-in optimizer knows stages 1 and 2; for 0 and 3 "
+                "use zeor.shard(model, optimizer, stage=...)."
+            )
+        self._zeor = _attach(self, stage, mesh)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        base.zero_grad(self, set_to_none)
+        if set_to_none:
+            self._zeor.engine.drop_grads()
+
+    doc = f"torch.optim.{base.__name__}, sharded: the same arguments, plus stage=1|2 and mesh=."
+    methods = {"__init__": __init__, "zero_grad": zero_grad, "__doc__": doc, "stock_class": base}
+    return type(base.__name__, (base,), {**methods, "__module__": "zeor.optim"})
+
+
+def _attach(optimizer: Optimizer, stage: int, mesh: Any) -> Stepper:
+    params = list(_named(optimizer))
+    device = one_device((name, param) for name, param in params)
+    plan = Plan(stage=stage)
+    ensure_process_group(device, plan.timeout)
+    the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
+    same_everywhere(
+        the_mesh,
+        "optimizers",
+        [f"{name}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for name, p in params],
+    )
+    engine = Engine(plan, the_mesh, plain=True)
+    for number, chunk in enumerate(_chunks(params)):
+        slots = [Slot(engine, name, param, ()) for name, param in chunk]
+        keys = {slot: lane_key(slot.user, (), plan.precision) for slot in slots}
+        engine.add_unit(f"parameters {number}", None, slots, keys.__getitem__)
+        for slot in slots:
+            _rest_in_lane(slot)
+    engine.ready()
+    return Stepper(engine, optimizer)
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+        yield from zip(names, group["params"])
+
+
+def _chunks(params: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    limit = max(1, sum(param.numel() for _, param in params) // UNITS)
+    chunk: list[tuple[str, nn.Parameter]] = []
+    for item in params:
+        chunk.append(item)
+        if sum(param.numel() for _, param in chunk) >= limit:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+@torch.no_grad()
+def _rest_in_lane(slot: Slot) -> None:
+    """The user's parameter itself becomes the full parameter: its memory is now the lane's."""
+    slot.user.grad = None
+    slot.user.data = slot.full.data
+    slot.lane.full_params[slot.index] = slot.user
+    if slot.lane.grads is not None:
+        collect_from(slot.user, slot)
+        take_off_before_backward(slot.user, slot)

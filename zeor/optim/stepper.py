@@ -1,0 +1,247 @@
+"""step(): one event for the user, unit by unit inside.
+
+The user's optimizer object stays theirs; four of its methods are replaced on the instance. step() runs
+the closure once, the step hooks once, then for each unit: gradients to segments, the stock update or
+the one-pass kernel, compute from master, publish. A published unit travels while the next is updated.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from zeor.optim.one_pass import OnePass
+from zeor.optim.probe import probe, raw_step
+from zeor.optim.segments import Segments
+from zeor.runtime.engine import Engine
+from zeor.runtime.lane import Lane
+from zeor.runtime.unit import Unit
+
+_REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
+
+
+class Stepper:
+    """Drives one optimizer over the segments of one engine."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer):
+        self.engine, self.optimizer = engine, optimizer
+        check_parameters(engine, optimizer)
+        self.kind = probe(optimizer, engine.mesh.device, self._dtype())
+        self._check_kind()
+        self.segments = Segments(engine, optimizer)
+        self._raw_step = raw_step(optimizer)
+        self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
+        self._patch()
+        engine.optimizers.add(self)
+
+    def _dtype(self) -> torch.dtype:
+        for slot in self.engine.slots:
+            if slot.lane.master is not None:
+                return slot.lane.master.dtype
+        return torch.float32
+
+    def _check_kind(self) -> None:
+        name = type(self.optimizer).__name__
+        if self.kind.failed is not None:
+            raise ValueError(
+                f"{name} could not take a plain step on its own ({self.kind.failed}), so zeor cannot drive it; "
+                "use an optimizer whose step() needs no closure and dense gradients, such as AdamW."
+            )
+        whole = self.engine.mesh.world == 1 or all(lane.updates_whole for u in self.engine.units for lane in u.lanes)
+        if not self.kind.elementwise and not whole:
+            raise ValueError(
+                f"{name} is not element-wise (cutting a matrix changes its update), so it cannot work on slices; use "
+                "zeor.shard(..., stage=0), where every rank updates whole parameters, or an element-wise optimizer "
+                "such as AdamW."
+            )
+
+    # ---- the user's object
+
+    def _patch(self) -> None:
+        optimizer, before = self.optimizer, self.optimizer.__dict__.get("step")
+
+        def step(_: Optimizer, closure: Callable | None = None) -> Any:
+            if before is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            return self.step(closure)
+
+        if before is not None and hasattr(before, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._instance_step = before
+        methods: dict[str, Callable[..., Any]] = {
+            "step": step,
+            "state_dict": lambda _: self.state_dict(),
+            "load_state_dict": lambda _, state_dict: self.load_state_dict(state_dict),
+            "add_param_group": lambda _, group: self.add_param_group(group),
+        }
+        for name, method in methods.items():
+            optimizer.__dict__[name] = types.MethodType(method, optimizer)
+
+    def unpatch(self) -> None:
+        for name in _REPLACED:
+            self.optimizer.__dict__.pop(name, None)
+        if self._instance_step is not None:
+            self.optimizer.__dict__["step"] = self._instance_step
+        self.engine.optimizers.discard(self)
+
+    # ---- step
+
+    def step(self, closure: Callable | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_reduced()
+        self._run_hooks("pre")
+        with torch.no_grad(), torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step"):
+            if self.kind.separable:
+                for unit in self.engine.step_order():
+                    self._update([unit])
+            else:
+                self._update(self.engine.step_order())
+        self.engine.end_step()
+        if self.engine.plain:
+            self.engine.drain()  # nothing waits for a publish in a forward without hooks
+        self._run_hooks("post")
+        return loss
+
+    def _check_reduced(self) -> None:
+        for slot in self.segments.slots.values():
+            grads = slot.lane.grads
+            if grads is not None and grads.unreduced:
+                raise RuntimeError(
+                    "step() was called after a backward inside zeor.no_sync whose gradients are not reduced yet; "
+                    "run the last backward of each accumulation outside no_sync."
+                )
+
+    def _run_hooks(self, when: str) -> None:
+        """The user's step hooks, once per step, with the user's own parameters in the groups."""
+        everyone = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks")
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks")
+        for hook in (*everyone.values(), *own.values()):
+            hook(self.optimizer, (), {})
+
+    def _update(self, units: list[Unit]) -> None:
+        """Gradients in, compute out, for these units."""
+        groups = self.optimizer.param_groups
+        members = {id(slot.user): slot for unit in units for slot in unit.slots}
+        work: list[list[Tensor]] = []
+        for group in groups:
+            mine = [p for p in group["params"] if id(p) in members and members[id(p)].lane.grads is not None]
+            work.append([p for p in mine if members[id(p)].lane.grads.has[members[id(p)].index]])  # type: ignore[union-attr]
+        if not any(work):
+            return
+        lanes = list(dict.fromkeys(members[id(p)].lane for params in work for p in params))
+        if self.one_pass is not None and self.one_pass.takes(lanes):
+            self.one_pass.update(work, lanes)
+        else:
+            self._stock_update(work, lanes)
+            for lane in lanes:
+                lane.refresh_compute()
+        for unit in units:
+            if any(lane in lanes for lane in unit.lanes):
+                self.engine.publish(unit)
+
+    def _stock_update(self, work: list[list[Tensor]], lanes: list[Lane]) -> None:
+        """The optimizer's own step over segments, with the groups showing only these."""
+        ready = {lane: _master_gradient(lane) for lane in lanes}
+        groups, kept = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
+        given: list[torch.nn.Parameter] = []
+        try:
+            for group, params in zip(groups, work):
+                group["params"] = []
+                for param in params:
+                    segment = self.segments.of(param)
+                    if segment is not None:
+                        segment.grad = self.segments.grad_of(param, ready[self.segments.slots[id(param)].lane])
+                        group["params"].append(segment)
+                        given.append(segment)
+            if self.kind.separable:  # an optimizer with counters in its groups must see them all
+                self.optimizer.param_groups = [group for group in groups if group["params"]]
+            if given or not self.kind.separable:
+                self._raw_step(self.optimizer)
+        finally:
+            self.optimizer.param_groups = groups
+            for group, params in zip(groups, kept):
+                group["params"] = params
+            for segment in given:
+                segment.grad = None
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stock state dict over this rank's segments: it loads on the same world."""
+        self.engine.drain()
+        with self.segments.in_groups():
+            return type(self.optimizer).state_dict(self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A state dict made by `state_dict` on this rank, or a plain one of whole parameters."""
+        order = [param for group in self.optimizer.param_groups for param in group["params"]]
+        state = {
+            key: {name: self.segments.cut(order[key], v) for name, v in value.items()}
+            if isinstance(key, int) and self.segments.of(order[key]) is not None
+            else value
+            for key, value in state_dict["state"].items()
+        }
+        state = {k: v for k, v in state.items() if not isinstance(k, int) or self.segments.of(order[k]) is not None}
+        with self.segments.in_groups():
+            # The stock method makes new groups; the parameters in them become the user's own again.
+            kept = [group["params"] for group in self.optimizer.param_groups]
+            type(self.optimizer).load_state_dict(self.optimizer, {**state_dict, "state": state})
+            for group, params in zip(self.optimizer.param_groups, kept):
+                group["params"] = params
+        owner = {id(self.segments.of(param)): param for param in order}
+        for group in self.optimizer.param_groups:
+            group["params"] = [owner.get(id(param), param) for param in group["params"]]
+        if self.one_pass is not None:
+            self.one_pass.forget_state()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """A new group of the model's own parameters."""
+        type(self.optimizer).add_param_group(self.optimizer, group)
+        check_parameters(self.engine, self.optimizer)
+        for param in self.optimizer.param_groups[-1]["params"]:
+            self.segments._make(param)
+        if self.one_pass is not None:
+            self.one_pass = OnePass.for_optimizer(self.engine, self.optimizer, self.segments)
+
+    def moments_nbytes(self) -> int:
+        """Bytes of element-wise state as allocated; step counters are not counted."""
+        storages = {}
+        for segment in self.segments._of.values():
+            for value in self.optimizer.state.get(segment, {}).values():
+                if isinstance(value, Tensor) and value.numel() == segment.numel() and value.dim() > 0:
+                    storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return sum(storages.values())
+
+
+def _master_gradient(lane: Lane) -> Tensor:
+    """A lane's gradient as the master's dtype, with remembered factors applied in that dtype."""
+    grads = lane.grads
+    assert grads is not None and grads.sum is not None and lane.master is not None
+    common, factor = grads.common_scale()
+    if grads.sum.dtype == lane.master.dtype or not common:
+        grads.apply_scales()
+        return grads.sum.to(lane.master.dtype)
+    wide = grads.sum.to(lane.master.dtype)
+    return wide if factor is None else wide.mul_(factor)
+
+
+def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
+    """Every parameter of the optimizer must be one of the model's."""
+    known = {id(slot.user): slot for slot in engine.slots}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} (group {number}, "
+                    f"position {position}) that is not in the sharded model; make the optimizer from this model's "
+                    "parameters()."
+                )

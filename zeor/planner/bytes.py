@@ -1,0 +1,133 @@
+"""Bytes per rank by role, from shapes alone: the table of roles and the layout, multiplied out.
+
+Uses the same unit finding, the same lane keys and the same layout as the engine, on a model that may
+be on the meta device. What it predicts for resident roles is exact; the transient figure is the bound
+of the formula in `transient`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeor.layout import LaneLayout, lay_out
+from zeor.memory.roles import STAGES, Column, Residency
+from zeor.plan import Precision
+from zeor.runtime.discover import UnitSpec, find_units
+from zeor.runtime.keys import lane_key
+from zeor.runtime.lane import LaneKey
+
+# Moments an optimizer keeps per element, by class name; anything else is asked for.
+MOMENTS = {
+    "SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "Adadelta": 2,
+    "RMSprop": 1, "ASGD": 1, "Rprop": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes on one rank. `padding` is contained in the roles; `transient` comes on top at the peak."""
+
+    compute: int
+    grad: int
+    master: int
+    moments: int
+    padding: int
+    transient: int
+
+    @property
+    def resident(self) -> int:
+        return self.compute + self.grad + self.master + self.moments
+
+    def as_dict(self) -> dict[str, int]:
+        return {**vars(self), "resident": self.resident}
+
+
+@dataclass(frozen=True)
+class _Lane:
+    key: LaneKey
+    layout: LaneLayout
+
+
+def predict(
+    model: nn.Module,
+    *,
+    world: int = 1,
+    stage: int = 3,
+    precision: Precision | str | None = None,
+    optimizer: str | int = "AdamW",
+    **options: Any,
+) -> Prediction:
+    """What `shard(model, ..., stage=stage)` will hold on each of `world` ranks. Nothing is allocated.
+
+    `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=,
+    prefetch=, native_reduce= (True for NCCL; Gloo receives a whole buffer).
+    """
+    moments = MOMENTS[optimizer] if isinstance(optimizer, str) else optimizer
+    units = find_units(model, options.get("units"))
+    lanes = [_lanes(unit, world, Precision.parse(precision)) for unit in units]
+    column = STAGES[stage]
+    total: dict[str, int] = defaultdict(int)
+    for lane in (lane for unit in lanes for lane in unit):
+        for role, nbytes in _resident(lane, column, moments).items():
+            total[role] += nbytes
+    native = bool(options.get("native_reduce", False))
+    transient_nbytes = transient(lanes, column, world, int(options.get("prefetch", 1)), native)
+    return Prediction(
+        **{role: total[role] for role in ("compute", "grad", "master", "moments", "padding")},
+        transient=transient_nbytes,
+    )
+
+
+def _lanes(unit: UnitSpec, world: int, precision: Precision) -> list[_Lane]:
+    by_key: dict[LaneKey, list[torch.Size]] = defaultdict(list)
+    for _, param, owners in unit.params:
+        by_key[lane_key(param, owners, precision)].append(param.shape)
+    return [_Lane(key, lay_out(shapes, world)) for key, shapes in by_key.items()]
+
+
+def _held(residency: Residency, layout: LaneLayout) -> int:
+    return layout.slice_numel if residency is Residency.SLICE else layout.numel
+
+
+def _resident(lane: _Lane, column: Column, moments: int) -> dict[str, int]:
+    """The row of each role, for one lane."""
+    key, layout = lane.key, lane.layout
+    compute = _held(column.compute, layout) * key.compute_dtype.itemsize
+    result = {"compute": compute, "padding": layout.padding_numel * key.compute_dtype.itemsize}
+    if key.master_dtype is None:
+        return result
+    updated = _held(column.update, layout)
+    used = sum(layout.numels) if column.update is Residency.FULL else None
+    result["grad"] = (layout.numel if column.grad_buffer else layout.slice_numel) * key.reduce_dtype.itemsize
+    result["master"] = 0 if key.master_dtype == key.compute_dtype else updated * key.master_dtype.itemsize
+    # Moments are kept for elements, not for padding; the rank with the most has this many at the most.
+    if used is None:
+        used = max(sum(s.numel for s in layout.segments(rank)) for rank in range(min(layout.world, 8)))
+    result["moments"] = moments * used * key.master_dtype.itemsize
+    return result
+
+
+def transient(lanes: Sequence[list[_Lane]], column: Column, world: int, prefetch: int, native: bool) -> int:
+    """(1 + prefetch) x compute + 2 x gradient + 1 x receive buffer of the largest units + what the root keeps.
+
+    The root's compute stays from the beginning of forward to the end of backward, and its gradients arrive
+    until then. Where compute rests FULL, or the gradient's buffer stays, that term is resident instead.
+    """
+    if world == 1:
+        return 0
+    compute = [sum(x.layout.numel * x.key.compute_dtype.itemsize for x in unit) for unit in lanes]
+    grad = [sum(x.layout.numel * x.key.reduce_dtype.itemsize for x in unit if x.key.trainable) for unit in lanes]
+    receive = max((g // world if native else g for g in grad), default=0)
+    total = receive
+    inner = sorted(compute[1:], reverse=True)
+    if column.compute is Residency.SLICE:
+        total += compute[0] + sum(inner[: 1 + prefetch])
+    if not column.grad_buffer:
+        total += grad[0] + 2 * max(grad[1:], default=0)
+    return total

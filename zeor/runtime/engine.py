@@ -1,0 +1,385 @@
+"""The engine: carries out the schedule for one sharded model.
+
+Hooks tell it what the user's loop just did (an event on a unit); it looks the event up in the
+schedule and does the actions. It also keeps what a step needs to know: the walk of the current pass,
+the reducer, the norms. Optimizers are told apart in optim/; hooks live in hooks.py.
+
+Note [Streams]
+~~~~~~~~~~~~~~
+Collectives are issued from the compute stream with async_op: the backend's own stream first waits for
+what the compute stream has queued (writer of the slice -> gather, writer of the gradient -> reduce), and
+`Move.wait()` makes the compute stream wait for it (gather -> forward, reduce -> sum). Buffers are
+allocated and freed on the compute stream, after such a wait, so a freed buffer has no reader left.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeor.comm import verbs
+from zeor.comm.mesh import Mesh
+from zeor.memory.buffers import Ledger
+from zeor.memory.roles import STAGES, Residency
+from zeor.memory.view import View
+from zeor.plan import Plan
+from zeor.runtime import order as orders
+from zeor.runtime import schedule as sched
+from zeor.runtime.first_batch import FirstBatch
+from zeor.runtime.lane import Lane, LaneKey
+from zeor.runtime.norms import Norms
+from zeor.runtime.order import Orders, Walk
+from zeor.runtime.reduces import Reducer
+from zeor.runtime.schedule import Action, Schedule, Traits
+from zeor.runtime.unit import Slot, Unit
+
+_NO_WALK = Walk([], set(), False)
+
+
+class Engine:
+    def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
+        self.plan, self.mesh = plan, mesh
+        self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
+        self.column = STAGES[plan.stage]
+        self.ledger = Ledger()
+        self.norms = Norms(mesh)
+        self.units: list[Unit] = []
+        self.slots: list[Slot] = []
+        self.sync = True  # False inside no_sync
+        self.writing = False  # inside load_state_dict or full_params(write=True)
+        self.trace: list[Action] | None = None
+        self.first_batch = FirstBatch(mesh)
+        self.optimizers: weakref.WeakSet = weakref.WeakSet()
+        self._in_backward = False
+        self._forward: Walk | None = None
+        self._backward: Walk | None = None
+        self._used: set[int] = set()  # units entered since the last step
+        self._repeated: set[int] = set()  # units a pass enters more than once
+        self._train = True
+        self._stay: set[int] = set()  # units that must not be freed before the next step (create_graph)
+
+    # ---- building
+
+    def add_unit(self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable) -> Unit:
+        """Pack parameters into lanes by key. The user's objects are not touched yet."""
+        unit = Unit(len(self.units), name, module, slots)
+        unit.is_root = unit.index == 0 and not self.plain
+        by_key: dict[LaneKey, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            by_key[key(slot)].append(slot)
+        for lane_key, members in by_key.items():
+            lane = Lane(lane_key, [slot.user for slot in members], self.column, self.mesh, self.ledger)
+            for index, slot in enumerate(members):
+                slot.settle(unit, lane, index)
+            unit.lanes.append(lane)
+        self.units.append(unit)
+        self.slots.extend(slots)
+        return unit
+
+    def ready(self) -> None:
+        """All units are there: plan the step."""
+        self.norms.watch(self.slots)
+        self._orders = Orders(self.mesh, len(self.units))
+        factor = 1.0 / self.mesh.world if self.plan.reduction == "mean" else 1.0
+        self.reducer = Reducer(self.mesh, self.units, factor, self.plan.overlap, self.record)
+        self._plan_step()
+        for unit in self.units:
+            unit.free()
+        self.ledger.reset_peak()
+
+    def _plan_step(self) -> None:
+        traits = tuple(
+            Traits(u.name, u.frees, any(lane.grads for lane in u.lanes), u.publishes and self.mesh.world > 1)
+            for u in self.units
+        )
+        prefetch = self.plan.prefetch if self.plan.overlap else 0
+        train, backward = self._orders[orders.TRAIN], self._orders[orders.BACKWARD]
+        self.schedule = Schedule(traits, tuple(train), tuple(backward), prefetch)
+        evaluation = self._orders[orders.EVAL]
+        self._eval_schedule = Schedule(traits, tuple(evaluation), (), prefetch)
+
+    # ---- actions
+
+    def record(self, verb: str, unit: int) -> None:
+        if self.trace is not None:
+            self.trace.append(Action(verb, unit))
+
+    def _do(self, actions: Sequence[Action], walk: Walk) -> None:
+        for action in actions:
+            unit = self.units[action.unit]
+            if action.verb == "gather":
+                self._gather(unit, walk)
+            elif action.verb == "wait":
+                self._arrive(unit, walk)
+            elif action.verb == "swap_in":
+                self.record("swap_in", unit.index)
+                unit.swap_in()
+            elif action.verb == "swap_out":
+                self.record("swap_out", unit.index)
+                unit.swap_out()
+            elif action.verb == "free":
+                self._free(unit)
+
+    def _issue(self, index: int) -> None:
+        self.record("gather", index)
+        self.units[index].start_gather()
+        if not self.plan.overlap:
+            self.units[index].wait()
+
+    def _gather(self, unit: Unit, walk: Walk) -> None:
+        if unit.frees and not unit.present:
+            walk.gather(unit.index, self._issue, lambda index: self.units[index].free())
+
+    def _arrive(self, unit: Unit, walk: Walk) -> None:
+        """The unit's full parameters are there; gathered now if nobody thought of it before."""
+        self._gather(unit, walk)
+        self.record("wait", unit.index)
+        unit.wait()
+
+    def _free(self, unit: Unit) -> None:
+        if unit.frees and unit.index not in self._stay and unit.index not in self._repeated:
+            self.record("free", unit.index)
+            unit.free()
+
+    # ---- forward
+
+    def forward_enter(self, unit: Unit, train: bool) -> None:
+        if unit.is_root:
+            self._begin_forward(train)
+        walk = self._forward or _NO_WALK
+        if walk is not _NO_WALK:
+            self._keep_if_repeated(unit, walk)
+            walk.entered.append(unit.index)
+        self._used.add(unit.index)
+        plan = self.schedule if self._train else self._eval_schedule
+        actions = plan.at(sched.FORWARD_ENTER, unit.index)
+        self._do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
+
+    def _keep_if_repeated(self, unit: Unit, walk: Walk) -> None:
+        """A unit entered again after it was freed stays for the rest of the pass from the next step on."""
+        if unit.index in walk.entered and not unit.present:
+            self._repeated.add(unit.index)
+
+    def _begin_forward(self, train: bool) -> None:
+        self._train = train
+        kind = orders.TRAIN if train else orders.EVAL
+        self._forward = Walk(self._orders[kind], self._resident(), kind not in self._orders.learned)
+
+    def _resident(self) -> set[int]:
+        """Units no pass needs to gather."""
+        return {unit.index for unit in self.units if not unit.frees}
+
+    def forward_exit(self, unit: Unit) -> None:
+        plan = self.schedule if self._train else self._eval_schedule
+        actions = plan.at(sched.FORWARD_EXIT, unit.index)
+        self._do(actions or (Action("swap_out", unit.index), Action("free", unit.index)), _NO_WALK)
+        if unit.is_root:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        walk, self._forward = self._forward, None
+        if walk is None:
+            return
+        walk.finish(self._issue, lambda index: self.units[index].free())
+        kind = orders.TRAIN if self._train else orders.EVAL
+        if kind not in self._orders.learned:
+            self._orders.learn({kind: walk.entered})
+            self._plan_step()
+            keep = {0, self.schedule.stays} if self._train else set()
+            for unit in self.units:  # what a first pass kept in case it was entered later
+                if unit.index not in keep:
+                    unit.free()
+        if not self._train:
+            self._free(self.units[0])
+
+    # ---- backward
+
+    def backward_enter(self, unit: Unit) -> None:
+        """The gradient of a unit's output arrived, or its forward is computed again inside backward."""
+        self.begin_backward()
+        walk = self._backward
+        assert walk is not None
+        walk.entered.append(unit.index)
+        actions = self.schedule.at(sched.BACKWARD_ENTER, unit.index)
+        self._do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
+
+    def begin_backward(self) -> None:
+        """Once per backward, from its first event. The end is queued here too: see hooks.py."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self.backward_end)
+        resident = self._resident() | {0}
+        if self.schedule.stays is not None:
+            resident.add(self.schedule.stays)
+        learned = orders.BACKWARD in self._orders.learned
+        self._backward = Walk(self._orders[orders.BACKWARD], resident, not learned)
+        self.reducer.begin(self._orders[orders.REDUCE])
+        self.norms.forget_all()
+        for unit in self.units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.begin([slot.user.grad is not None for slot in unit.slots if slot.lane is lane])
+        if self.plain:
+            for slot in self.slots:
+                slot.user.grad = None
+        if torch.is_grad_enabled():
+            # create_graph: a second backward will read these parameters again.
+            self._stay.update(range(len(self.units)))
+
+    @torch.no_grad()
+    def collect(self, slot: Slot) -> None:
+        """Autograd has accumulated a parameter's gradient: take it."""
+        self.begin_backward()
+        grad, slot.full.grad = slot.full.grad, None
+        grads = slot.lane.grads
+        if grad is None or grads is None:
+            return
+        if self.plain and not self.first_batch.done:
+            self.first_batch.note(grad)
+        grads.collect(slot.index, grad.detach(), self.sync, f"unit {slot.unit.name!r}")
+        self.reducer.new.add(slot)
+        unit = slot.unit
+        if grads.complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
+            unit.endless_calls = 0
+            if self.sync:
+                self._ready(unit)
+            self._leave(unit)
+
+    def _ready(self, unit: Unit) -> None:
+        if not unit.is_root:  # the root's gradients may still grow until the end
+            self.reducer.ready(unit, lambda index: self.plain or index in self._used)
+
+    @torch.no_grad()
+    def backward_exit(self, unit: Unit) -> None:
+        """The gradients of a call's inputs are there."""
+        if self.sync and any(lane.grads is not None and any(lane.grads.pending) for lane in unit.lanes):
+            self._ready(unit)
+        self._leave(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        """Swap out and free, unless part of the unit's backward is still to come."""
+        if not unit.is_root and unit.open_calls == 0 and unit.endless_calls == 0 and unit.swapped:
+            self.record("swap_out", unit.index)
+            unit.swap_out()
+            self._free(unit)
+
+    @torch.no_grad()
+    def backward_end(self) -> None:
+        walk, self._backward = self._backward, None
+        self._in_backward = False
+        assert walk is not None
+        walk.finish(self._issue, lambda index: self.units[index].free())
+        self._repeated_free()
+        for unit in self.units:
+            unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
+            if unit.swapped or (unit.frees and unit.present):
+                self.record("swap_out", unit.index)
+                unit.swap_out()
+                self._free(unit)
+        if not self.sync:
+            self.reducer.end_unreduced()
+        else:
+            self.reducer.end()
+        if self.plain:
+            self._attach_grads()
+        if not self.sync:
+            return
+        if orders.BACKWARD not in self._orders.learned and self.reducer.issued:
+            reduced = self.reducer.issued
+            if self.units[0].is_root:
+                reduced = [*(unit for unit in reduced if unit != 0), 0]
+            self._orders.learn({orders.BACKWARD: walk.entered, orders.REDUCE: reduced})
+            self._plan_step()
+
+    def _attach_grads(self) -> None:
+        """Plain parameters get their sharded gradients where everybody looks for them."""
+        self.first_batch.compare()
+        for slot in self.slots:
+            if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
+                slot.user.grad = slot.grad_view()
+
+    def drop_grads(self) -> None:
+        """Every gradient was set to None."""
+        for slot in self.slots:
+            if slot.lane.grads is not None:
+                slot.lane.grads.drop(slot.index)
+        self.norms.forget_all()
+
+    def _repeated_free(self) -> None:
+        for index in self._repeated - self._stay:
+            self.units[index].free()
+
+    # ---- step
+
+    def step_order(self) -> list[Unit]:
+        """Units in the order they are updated: that of the next forward, then what it did not enter."""
+        first = [0, *self._orders[orders.TRAIN]]
+        return [self.units[i] for i in dict.fromkeys([*first, *range(len(self.units))])]
+
+    def publish(self, unit: Unit) -> None:
+        """A unit's master was updated: its compute follows, here at once, elsewhere by a gather."""
+        self.record("update", unit.index)
+        updated = [slot.full for slot in unit.slots if slot.lane.grads is not None]
+        torch.autograd.graph.increment_version(updated)  # a graph made before this step is stale
+        if unit.publishes and self.mesh.world > 1:
+            self.record("publish", unit.index)
+            for number, lane in enumerate(unit.lanes):
+                if lane.grads is not None and not lane.frees:
+                    lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
+                    if not self.plan.overlap:
+                        lane.wait()
+
+    def end_step(self) -> None:
+        self._used.clear()
+        self._stay.clear()
+        for unit in self.units:
+            if unit.frees and not self._in_backward and self._forward is None:
+                unit.free()
+
+    def drain(self) -> None:
+        """Wait for everything under way."""
+        for unit in self.units:
+            unit.wait()
+
+    # ---- values, in and out
+
+    def load(self, slot: Slot, value: Tensor) -> None:
+        """This rank's part of a full value, into master and compute."""
+        if not self.writing:
+            raise RuntimeError(
+                f"copy_ would write to parameter {slot.name!r}, of which this rank holds a part; "
+                "write inside `with zeor.full_params(model, write=True):`, or use model.load_state_dict."
+            )
+        if isinstance(value, View):
+            if value._held is slot:
+                return
+            value = value._held.read()  # type: ignore[union-attr]
+        if tuple(value.shape) != slot.shape:
+            raise ValueError(f"{slot.name!r} has shape {slot.shape}; the value given has {tuple(value.shape)}.")
+        slot.lane.store(slot.index, value)
+        slot.lane.wait()
+
+    def gather_grads(self, lane: Lane) -> list[Tensor]:
+        """Every gradient of a lane, full and flat; a collective where they rest as slices."""
+        grads = lane.grads
+        assert grads is not None and grads.sum is not None
+        grads.apply_scales()
+        total = grads.sum
+        if self.column.grad is not Residency.FULL and self.mesh.world > 1:
+            full = torch.empty(lane.layout.numel, dtype=total.dtype, device=total.device)
+            total = verbs.gather(self.mesh, full, total.contiguous(), "gather of gradients").wait()
+        return [lane.part(total, param) for param in range(len(lane.layout.shapes))]
+
+    def nbytes(self) -> dict[str, int]:
+        """Resident bytes on this rank by role, as allocated now (moments: see optim/)."""
+        total: dict[str, int] = defaultdict(int)
+        for unit in self.units:
+            for lane in unit.lanes:
+                for role, nbytes in lane.nbytes().items():
+                    total[role] += nbytes
+        return dict(total)

@@ -1,0 +1,246 @@
+"""The gradient of one lane, from autograd's hands to the sum that the optimizer uses.
+
+    autograd -> buffer (PARTIAL, full size) --reduce--> new part (SLICE) --add--> sum (SLICE, or FULL)
+
+Every backward outside no_sync reduces only its new gradient and adds it to the running sum; inside
+no_sync the new gradient stays PARTIAL, summed in fp32. That one rule is what makes the stages equal
+in bits. A factor by which the user multiplied (a clip factor, a loss scale) is remembered in `scales`
+and applied in fp32 when the gradient is used. This module knows one lane; the engine orders lanes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeor.comm import verbs
+from zeor.comm.mesh import Mesh
+from zeor.layout import LaneLayout
+from zeor.memory.buffers import Ledger
+from zeor.memory.roles import MOVES, Column, Residency
+
+
+class GradLane:
+    def __init__(self, layout: LaneLayout, reduce_dtype: torch.dtype, column: Column, mesh: Mesh, ledger: Ledger):
+        self.layout, self.reduce_dtype, self.column, self.mesh = layout, reduce_dtype, column, mesh
+        self._ledger = ledger
+        count = len(layout.shapes)
+        self.buffer: Tensor | None = None  # where new gradients arrive; PARTIAL
+        self.partial: Tensor | None = None  # what no_sync has summed so far; PARTIAL, fp32
+        self.sum: Tensor | None = None  # the running sum; SLICE or FULL as the column says
+        self.arrived = [False] * count  # came from autograd in this backward
+        self.pending = [False] * count  # came, and is not reduced yet
+        self.has = [False] * count  # the user has a gradient for this parameter
+        self.scales: list[Tensor | float | None] = [None] * count
+        self._product: tuple | None = None
+        self._move: verbs.Move | None = None
+        self._kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
+        whole = column.grad is Residency.FULL
+        self._where = {s.param: s for s in (layout.whole() if whole else layout.segments(mesh.rank))}
+        self._own = {s.param: s for s in layout.segments(mesh.rank)}
+
+    # ---- arrival
+
+    def begin(self, kept: list[bool]) -> None:
+        """A backward starts. `kept[i]`: the user still has parameter i's gradient, so add to it."""
+        self.arrived = [False] * len(self.arrived)
+        for param, keep in enumerate(kept):
+            if self.has[param] and not keep:
+                self.drop(param)
+        self.apply_scales()
+
+    def collect(self, param: int, grad: Tensor, sync: bool, label: str) -> None:
+        """Take one parameter's new gradient from autograd."""
+        self.finish_reduce(label)  # it came again while its first part is under way: the buffer is in use
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if not sync and self.partial is None:
+            self.partial = self._allocate(torch.promote_types(self.reduce_dtype, torch.float32), "partial").zero_()
+        into = self._open_buffer() if self.partial is None else self.partial
+        target = self._range(into, param).view(grad.shape)
+        if self.pending[param] or self.partial is not None:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        self.arrived[param] = self.pending[param] = True
+
+    def _open_buffer(self) -> Tensor:
+        """The buffer, ready to be filled; a sum that rests in it is taken out first."""
+        if self.column.grad_buffer and self.sum is not None:
+            self._kept, self.sum = self._own_part(self.sum).clone(), None
+        if self.buffer is None:
+            self.buffer = self._allocate(self.reduce_dtype, "grad")
+            for begin, end in self.layout.gaps():
+                self.buffer[begin:end].zero_()
+        return self.buffer
+
+    @property
+    def complete(self) -> bool:
+        return all(self.arrived)
+
+    # ---- reduction
+
+    def start_reduce(self, factor: float, label: str) -> None:
+        """PARTIAL -> SLICE of everything that arrived; zeros stand for what did not."""
+        self.finish_reduce(label)
+        buffer = self._open_buffer()
+        if self.partial is not None:
+            buffer.copy_(self.partial)
+            self._release_partial()
+        else:
+            for param, pending in enumerate(self.pending):
+                if not pending:
+                    self._range(buffer, param).zero_()
+        self.arrived = [False] * len(self.arrived)
+        self.pending = [False] * len(self.pending)
+        self._ledger.add("receive", self._receive_nbytes)
+        self._move = verbs.reduce(self.mesh, buffer, factor, label)
+
+    def finish_reduce(self, label: str) -> None:
+        """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it."""
+        if self._move is None:
+            return
+        new = self._move.wait()
+        self._move = None
+        self._ledger.drop("receive", self._receive_nbytes)
+        kept, self._kept = (self._kept, None) if self.column.grad_buffer else (self.sum, None)
+        if kept is not None:
+            new = kept.to(torch.promote_types(kept.dtype, torch.float32)).add_(new)
+        if not self.column.grad_buffer:
+            self.sum = new
+            self._release_buffer()
+            return
+        self.sum = self._rest_in_buffer(new)
+        if "gather" in MOVES[Residency.PARTIAL, self.column.grad]:
+            verbs.gather(self.mesh, self.sum, self._own_part(self.sum), f"gather of the gradient, {label}").wait()
+
+    def _rest_in_buffer(self, new: Tensor) -> Tensor:
+        """The sum lies in the kept buffer, or in one of its own where accumulation made it wider."""
+        assert self.buffer is not None
+        if self.mesh.world == 1:
+            return new
+        home = self.buffer
+        if new.dtype != home.dtype:
+            size = home.numel() if self.column.grad is Residency.FULL else new.numel()
+            home = torch.empty(size, dtype=new.dtype, device=new.device)
+        if home.numel() == new.numel():
+            return home.copy_(new)
+        own = home[self.mesh.rank * new.numel() : (self.mesh.rank + 1) * new.numel()]
+        own.copy_(new)
+        return home if self.column.grad is Residency.FULL else own
+
+    @property
+    def _receive_nbytes(self) -> int:
+        """What the reduce itself needs beside the buffer; see Note [Sums in rank order]."""
+        if self.mesh.world == 1:
+            return 0
+        numel = self.layout.slice_numel if self.mesh.native_reduce else self.layout.numel
+        return numel * self.reduce_dtype.itemsize
+
+    # ---- use
+
+    @property
+    def unreduced(self) -> bool:
+        return self.partial is not None
+
+    def local(self, param: int) -> Tensor:
+        """This rank's part of one parameter's gradient, flat; empty where it holds none."""
+        assert self.sum is not None
+        segment = self._where.get(param)
+        return self.sum[:0] if segment is None else self.sum[segment.offset : segment.offset + segment.numel]
+
+    def own(self, param: int) -> Tensor:
+        """Its part inside this rank's slice: what norms are computed from, the same at every stage."""
+        assert self.sum is not None
+        segment = self._own.get(param)
+        if segment is None:
+            return self.sum[:0]
+        return self._own_part(self.sum)[segment.offset : segment.offset + segment.numel]
+
+    def scale(self, param: int, factor: Tensor | float) -> None:
+        """Remember a factor; only one can be remembered, so a second is multiplied into the first."""
+        before = self.scales[param]
+        if before is None:
+            self.scales[param] = factor
+            return
+        # The same two factors for every parameter (unscale, then clip) stay one factor for the lane.
+        if self._product is None or self._product[0] is not before or self._product[1] is not factor:
+            self._product = (before, factor, before * factor)
+        self.scales[param] = self._product[2]
+
+    def apply_scales(self) -> None:
+        """Multiply what was only remembered into the sum, in fp32 at least."""
+        if self.sum is None or all(s is None for s in self.scales):
+            return
+        self.widen()
+        for param, scale in enumerate(self.scales):
+            if scale is not None and param in self._where:
+                self.local(param).mul_(scale)
+        self.scales = [None] * len(self.scales)
+
+    def common_scale(self) -> tuple[bool, Tensor | float | None]:
+        """(True, factor) when one remembered factor, or none, holds for every gradient of this lane."""
+        seen = {id(s): s for s, has in zip(self.scales, self.has) if has}
+        return (True, next(iter(seen.values()))) if len(seen) == 1 else (not seen, None)
+
+    def widen(self) -> None:
+        """Make the sum fp32 or wider: it is about to be changed by more than a sum of gradients."""
+        assert self.sum is not None
+        self.sum = self.sum.to(torch.promote_types(self.sum.dtype, torch.float32))
+
+    # ---- the end of a gradient's life
+
+    def drop(self, param: int) -> None:
+        """The user set this gradient to None."""
+        self.has[param] = self.pending[param] = False
+        self.scales[param] = None
+        if self.partial is not None:
+            self._range(self.partial, param).zero_()
+            if not any(self.pending):
+                self._release_partial()
+        if not any(self.has):
+            self.sum = None
+        elif self.sum is not None and param in self._where:
+            self.local(param).zero_()
+
+    def nbytes(self) -> int:
+        """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
+        found = {}
+        for tensor in (self.buffer, self.sum):
+            if tensor is not None:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(found.values())
+
+    # ---- helpers
+
+    def _own_part(self, total: Tensor) -> Tensor:
+        if self.column.grad is Residency.FULL and self.mesh.world > 1:
+            begin = self.mesh.rank * self.layout.slice_numel
+            return total[begin : begin + self.layout.slice_numel]
+        return total
+
+    def _range(self, flat: Tensor, param: int) -> Tensor:
+        begin = self.layout.offsets[param]
+        return flat[begin : begin + self.layout.numels[param]]
+
+    def _allocate(self, dtype: torch.dtype, kind: str) -> Tensor:
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
+        if kind == "partial" or self._buffer_is_transient:
+            self._ledger.add(kind, flat.nbytes)
+        return flat
+
+    @property
+    def _buffer_is_transient(self) -> bool:
+        """Not where it is kept, nor in a world of one, where it becomes the sum itself."""
+        return not self.column.grad_buffer and self.mesh.world > 1
+
+    def _release_partial(self) -> None:
+        assert self.partial is not None
+        self._ledger.drop("partial", self.partial.nbytes)
+        self.partial = None
+
+    def _release_buffer(self) -> None:
+        assert self.buffer is not None
+        if self._buffer_is_transient:
+            self._ledger.drop("grad", self.buffer.nbytes)
+        self.buffer = None

@@ -1,0 +1,234 @@
+"""Every hook zeor puts on a user's objects, and nothing else does.
+
+Module hooks tell the engine when a unit is entered and left in forward; tensor hooks on a unit's
+outputs and inputs tell when its backward begins and is over; parameter hooks hand over gradients.
+
+Note [When a unit's backward is over]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every call of a unit is a `Call`. It opens in backward when the first gradient of its outputs arrives
+and closes when the gradients of all its inputs are computed. A unit may be freed when no call is open:
+freeing earlier, when all its trainable parameters have their gradients, would pull frozen weights from
+under the rest of its backward. A call none of whose inputs needs a gradient never closes; there the
+trainable parameters are the ends of every path, so their completion is the end.
+Under non-re-entrant checkpointing the forward that backward computes again may stop early, so its
+post-forward hook is never counted on, and it opens no call: the original one is open. Under re-entrant
+checkpointing the original forward ran without gradients; the one inside backward is the real call.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zeor.comm import verbs
+from zeor.memory.device import autocast_on
+from zeor.runtime.engine import Engine
+from zeor.runtime.unit import Slot, Unit
+
+
+class Call:
+    """One call of a unit in forward, as backward sees it."""
+
+    def __init__(self, unit: Unit, closes: bool):
+        self.unit, self.closes, self.is_open = unit, closes, False
+
+    def open(self, engine: Engine) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self.unit.open_calls += self.closes
+            self.unit.endless_calls += not self.closes
+        engine.backward_enter(self.unit)
+
+    def close(self, engine: Engine) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.unit.open_calls -= 1
+        engine.backward_exit(self.unit)
+
+
+class Hooks:
+    """All hooks of one model; `remove()` takes them off again."""
+
+    def __init__(self, engine: Engine, model: nn.Module):
+        self._engine, self._handles = engine, []
+        self._model = weakref.ref(model)
+        self._calls: list[Call | None] = []
+        self._warned_autocast = False
+        for unit in engine.units:
+            self._add_module_hooks(unit)
+        for slot in engine.slots:
+            if slot.lane.grads is not None:
+                self._handles.append(collect_from(slot.full, slot))
+        holders = {module for slot in engine.slots for module, _ in slot.owners}
+        for module in holders:
+            self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
+            self._handles.append(module.register_load_state_dict_post_hook(self._end_load))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _add_module_hooks(self, unit: Unit) -> None:
+        module = unit.module
+        assert module is not None
+
+        # Outside any compiled graph: a compiled unit sees only its plain parameters and its own forward.
+        @torch._dynamo.disable
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+            return self._before_forward(unit, args, kwargs)
+
+        @torch._dynamo.disable
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self._after_forward(unit, output)
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    # ---- forward
+
+    def _before_forward(self, unit: Unit, args: tuple, kwargs: dict) -> tuple | None:
+        engine = self._engine
+        if _inside_backward():
+            self._before_recompute(unit, args, kwargs)
+            return None
+        grad = torch.is_grad_enabled()
+        if unit.is_root:
+            self._calls.clear()  # an earlier forward may have raised half-way
+        engine.forward_enter(unit, grad)
+        if unit.is_root:
+            args, kwargs = self._prepare_root(args, kwargs)
+        inputs = _needing_grad((args, kwargs)) if grad else []
+        call = Call(unit, closes=bool(inputs) and not unit.is_root) if grad else None
+        self._calls.append(call)
+        if call is not None:
+            unit.hooked_calls += 1
+            if call.closes:
+                _when_all(inputs, lambda: call.close(engine))
+        return (args, kwargs) if unit.is_root else None
+
+    def _after_forward(self, unit: Unit, output: Any) -> None:
+        if _inside_backward():
+            return
+        engine = self._engine
+        call = self._calls.pop() if self._calls else None
+        engine.forward_exit(unit)
+        if call is not None:
+            for tensor in _needing_grad(output):
+                tensor.register_hook(lambda grad: call.open(engine))
+
+    def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
+        """See Note [When a unit's backward is over]."""
+        engine = self._engine
+        engine.backward_enter(unit)
+        if unit.hooked_calls == 0 and not unit.is_root and torch.is_grad_enabled():
+            inputs = _needing_grad((args, kwargs))
+            call = Call(unit, closes=bool(inputs))
+            if inputs:
+                _when_all(inputs, lambda: call.close(engine))
+            call.open(engine)
+
+    # ---- the root
+
+    def _prepare_root(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        engine, model = self._engine, self._model()
+        assert model is not None
+        self._warn_autocast()
+        if engine.plan.sync_buffers and model.training:
+            for name, buffer in model.named_buffers():
+                verbs.broadcast(engine.mesh, buffer, f"broadcast of buffer {name!r}")
+        if torch.is_grad_enabled():
+            engine.first_batch.note((args, kwargs))
+            engine.first_batch.compare()
+        compute = engine.plan.precision.compute
+        if compute is None:
+            return args, kwargs
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(compute) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, cast, (args, kwargs))
+
+    def _warn_autocast(self) -> None:
+        engine = self._engine
+        if self._warned_autocast or not autocast_on(engine.mesh.device) or not any(u.frees for u in engine.units):
+            return
+        self._warned_autocast = True
+        warnings.warn(
+            "torch.autocast is on around a model whose parameters are sharded: autocast keeps low-precision "
+            "copies of all weights for backward and undoes the sharding; use zeor.shard(..., precision='bf16') "
+            "instead of autocast.",
+            stacklevel=2,
+        )
+
+    # ---- loading
+
+    def _begin_load(self, module: nn.Module, state_dict: Any, *args: Any) -> None:
+        self._engine.writing = True
+
+    def _end_load(self, module: nn.Module, incompatible: Any) -> None:
+        self._engine.writing = False
+
+
+def collect_from(full: nn.Parameter, slot: Slot) -> Any:
+    """Hand every gradient autograd accumulates into `full` to the engine."""
+    # Weak: autograd's hooks are not seen by Python's collector, and a slot reaches its own parameter.
+    ref = weakref.ref(slot)
+
+    def hook(param: Tensor) -> None:
+        owner = ref()
+        if owner is not None:
+            owner.engine.collect(owner)
+
+    return full.register_post_accumulate_grad_hook(hook)
+
+
+def take_off_before_backward(param: nn.Parameter, slot: Slot) -> None:
+    """Before autograd accumulates into a plain parameter, its sharded gradient must be out of the way."""
+    ref = weakref.ref(slot)
+
+    def hook(grad: Tensor) -> None:
+        owner = ref()
+        if owner is not None:
+            owner.engine.begin_backward()
+
+    param.register_hook(hook)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _when_all(tensors: list[Tensor], then: Callable[[], None]) -> None:
+    """Call once the gradients of all these tensors that this backward computes are there."""
+    if len(tensors) == 1:
+        tensors[0].register_hook(lambda grad: then())
+    else:
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: then())
+
+
+def _needing_grad(value: Any) -> list[Tensor]:
+    found = dict.fromkeys(t for t in _tensors(value, 0) if t.requires_grad)
+    return list(found)
+
+
+def _tensors(value: Any, depth: int) -> list[Tensor]:
+    """Tensors in nested containers, dataclasses and plain objects that hold results."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                found.extend(_tensors(getattr(leaf, field.name), depth + 1))
+        elif depth < 3 and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            for inner in vars(leaf).values():
+                found.extend(_tensors(inner, depth + 1))
+    return found

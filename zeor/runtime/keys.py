@@ -1,0 +1,33 @@
+"""Which lane a parameter belongs to: its dtypes by role, from the plan's precision.
+
+Pure: looks at a parameter and the modules that hold it. Used when packing and when predicting bytes,
+so both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeor.plan import Precision
+from zeor.runtime.lane import LaneKey
+
+
+def lane_key(param: Tensor, owners: Sequence[tuple[nn.Module, str]], precision: Precision) -> LaneKey:
+    """compute: as the plan says, but norms with running statistics and non-floating parameters keep
+    their own. master: fp32 or the parameter's own dtype if wider; none where nothing trains."""
+    dtype = param.dtype
+    if not dtype.is_floating_point:
+        return LaneKey(dtype, dtype, None)
+    compute = precision.compute or dtype
+    if any(getattr(module, "running_mean", None) is not None for module, _ in owners):
+        compute = dtype
+    reduce = precision.reduce or compute
+    if compute == torch.float64:
+        reduce = torch.float64  # a float64 model is there to be compared with; nothing may round it
+    if not param.requires_grad:
+        return LaneKey(compute, reduce, None)
+    master = precision.master or torch.promote_types(torch.promote_types(dtype, compute), torch.float32)
+    return LaneKey(compute, reduce, master)

@@ -1,0 +1,167 @@
+"""The lane: the parameters of one unit that share dtypes and trainability, in one flat buffer.
+
+    full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
+    mine    compute dtype, this rank's slice                a part of `full`, or memory of its own where `full` is freed
+    master  what the optimizer updates (fp32 or wider)      the same memory as compute where the dtypes are equal
+    grads   see grads.py; only where the lane is trainable
+
+Packs the user's parameters at construction and unpacks them at the end. Knows the mesh to start
+gathers with; decides nothing about when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeor.comm import verbs
+from zeor.comm.mesh import Mesh
+from zeor.layout import LaneLayout, Segment, lay_out
+from zeor.memory.buffers import FullBuffer, Ledger
+from zeor.memory.formats import cast_into
+from zeor.memory.roles import Column, Residency
+from zeor.runtime.grads import GradLane
+
+
+@dataclass(frozen=True)
+class LaneKey:
+    """What parameters must share to lie in one lane. master_dtype None: nothing updates it."""
+
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    master_dtype: torch.dtype | None
+
+    @property
+    def trainable(self) -> bool:
+        return self.master_dtype is not None
+
+
+class Lane:
+    def __init__(self, key: LaneKey, params: Sequence[Tensor], column: Column, mesh: Mesh, ledger: Ledger):
+        self.key, self.column, self.mesh = key, column, mesh
+        self.layout: LaneLayout = lay_out([p.shape for p in params], mesh.world)
+        self.frees = column.compute is Residency.SLICE and mesh.world > 1
+        self.updates_whole = column.update is Residency.FULL
+        self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
+        self.grads = GradLane(self.layout, key.reduce_dtype, column, mesh, ledger) if key.trainable else None
+        self.master: Tensor | None = None
+        self._pack(params)
+        self.full_params = [
+            nn.Parameter(self.full.tensor(offset, shape), requires_grad=key.trainable)
+            for offset, shape in zip(self.layout.offsets, self.layout.shapes)
+        ]
+        self._move: verbs.Move | None = None
+        self.gathered = True
+
+    # ---- pack and unpack
+
+    @property
+    def _shares_master(self) -> bool:
+        return self.key.master_dtype == self.key.compute_dtype
+
+    @torch.no_grad()
+    def _pack(self, params: Sequence[Tensor]) -> None:
+        """Rank 0's values into the buffers of every rank, by way of the master where there is one."""
+        flat = self.full.flat
+        if self.key.trainable and not self._shares_master:
+            flat = torch.empty_like(flat, dtype=self.key.master_dtype)
+        self.fill(flat, params)
+        verbs.broadcast(self.mesh, flat, "broadcast of rank 0's parameters")
+        if flat is not self.full.flat:
+            cast_into(self.full.flat, flat)
+        self.mine = self.slice_of(self.full.flat).clone() if self.frees else self.slice_of(self.full.flat)
+        if self._shares_master:
+            self.master = self.full.flat if self.updates_whole else self.mine
+        elif self.key.trainable:
+            self.master = flat if self.updates_whole or self.mesh.world == 1 else self.slice_of(flat).clone()
+
+    def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
+        """Parameters side by side; gaps are zero."""
+        for begin, end in self.layout.gaps():
+            flat[begin:end].zero_()
+        for param, value in enumerate(params):
+            self.part(flat, param).view(value.shape).copy_(value)
+
+    def part(self, flat: Tensor, param: int) -> Tensor:
+        begin = self.layout.offsets[param]
+        return flat[begin : begin + self.layout.numels[param]]
+
+    def slice_of(self, flat: Tensor) -> Tensor:
+        begin = self.mesh.rank * self.layout.slice_numel
+        return flat[begin : begin + self.layout.slice_numel]
+
+    @torch.no_grad()
+    def store(self, param: int, value: Tensor) -> None:
+        """This rank's part of one parameter's full value, into master and compute."""
+        self.wait()
+        flat = value.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
+        if not self.frees:
+            cast_into(self.part(self.full.flat, param), flat)
+        for segment in self.layout.segments(self.mesh.rank):
+            if segment.param == param and self.frees:
+                mine = self.mine[segment.offset : segment.offset + segment.numel]
+                cast_into(mine, flat[segment.start : segment.start + segment.numel])
+        for segment in self.segments:
+            if segment.param == param and self.master is not None and not self._shares_master:
+                self.master[segment.offset : segment.offset + segment.numel].copy_(
+                    flat[segment.start : segment.start + segment.numel]
+                )
+
+    # ---- gather and free
+
+    def start_gather(self, label: str) -> None:
+        """SLICE -> FULL; where compute rests FULL this is the publishing of updated slices."""
+        if self.frees:
+            self.full.inflate()
+        self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label)
+
+    def wait(self) -> None:
+        if self._move is not None:
+            self._move.wait()
+            self._move = None
+
+    def free(self) -> None:
+        self.wait()
+        if self.frees:
+            self.full.free()
+
+    # ---- update
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What this rank's optimizer works on."""
+        return self.layout.whole() if self.updates_whole else self.layout.segments(self.mesh.rank)
+
+    def master_part(self, segment: Segment) -> Tensor:
+        """One segment of the master; with the parameter's own shape where it is the whole parameter."""
+        assert self.master is not None
+        part = self.master[segment.offset : segment.offset + segment.numel]
+        shape = self.layout.shapes[segment.param]
+        return part.view(shape) if segment.numel == self.layout.numels[segment.param] else part
+
+    @torch.no_grad()
+    def refresh_compute(self) -> None:
+        """compute is only ever a cast of the master."""
+        if self.master is None or self._shares_master:
+            return
+        cast_into(self.full.flat if self.updates_whole else self.mine, self.master)
+
+    @property
+    def compute_part(self) -> Tensor | None:
+        """What refresh_compute writes, or None where master and compute are one."""
+        if self.master is None or self._shares_master:
+            return None
+        return self.full.flat if self.updates_whole else self.mine
+
+    # ---- bytes
+
+    def nbytes(self) -> dict[str, int]:
+        """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""
+        compute = self.mine.untyped_storage().nbytes()
+        master = 0
+        if self.master is not None and not self._shares_master:
+            master = self.master.untyped_storage().nbytes()
+        return {"compute": compute, "master": master, "grad": self.grads.nbytes() if self.grads else 0}

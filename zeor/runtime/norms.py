@@ -1,0 +1,76 @@
+"""Norms of gradients: of all of them at once, by one small exchange, remembered until they change.
+
+A user may ask for the norm of everything, of a subset, or parameter by parameter: the first question
+computes the answer for every gradient whose norm is not known, so one exchange serves them all. Each
+rank sums only its own slice, whatever the stage, and sums over ranks are taken in rank order: the same
+bits on every rank and at every stage. A remembered factor multiplies the remembered norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeor.comm import verbs
+from zeor.comm.mesh import Mesh
+from zeor.runtime.unit import Slot
+
+
+class Norms:
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._slots: list[Slot] = []
+        self._known: dict[float, dict[Slot, Tensor]] = {}
+
+    def watch(self, slots: Sequence[Slot]) -> None:
+        self._slots = [slot for slot in slots if slot.lane.grads is not None]
+
+    def forget(self, slot: Slot) -> None:
+        for known in self._known.values():
+            known.pop(slot, None)
+
+    def forget_all(self) -> None:
+        self._known.clear()
+
+    def of_grad(self, slot: Slot, ord: float) -> Tensor:
+        """One gradient's norm, remembered factor included."""
+        slot.ready_grads()
+        known = self._known.setdefault(ord, {})
+        if slot not in known:
+            stale = [s for s in self._slots if s.lane.grads.has[s.index] and s not in known]  # type: ignore[union-attr]
+            known.update(zip(stale, self._compute(stale, ord).unbind()))
+        scale = slot.lane.grads.scales[slot.index]  # type: ignore[union-attr]
+        return known[slot] if scale is None else known[slot] * abs(scale)
+
+    def total(self, slots: Sequence[Slot], ord: float) -> Tensor:
+        """The norm over all these gradients together, as stock clip_grad_norm_ computes it."""
+        norms = [self.of_grad(slot, ord) for slot in slots]
+        if not norms:
+            return torch.zeros((), device=self._mesh.device)
+        return torch.linalg.vector_norm(torch.stack(norms), ord)
+
+    @torch.no_grad()
+    def _compute(self, slots: list[Slot], ord: float) -> Tensor:
+        grads = [slot.ready_grads() for slot in slots]
+        wide = torch.float64 if any(g.sum.dtype == torch.float64 for g in grads) else torch.float32
+        parts = [g.own(slot.index) for slot, g in zip(slots, grads)]
+        found = iter(torch._foreach_norm([part for part in parts if part.numel()], ord, dtype=wide))
+        zero = torch.zeros((), dtype=wide, device=self._mesh.device)
+        local = torch.stack([next(found) if part.numel() else zero for part in parts])
+        if self._mesh.world == 1:
+            return local
+        if math.isinf(ord):
+            return verbs.gather_vector(self._mesh, local, "norms of the gradients").amax(0)
+        rows = verbs.gather_vector(self._mesh, local.pow(ord), "norms of the gradients")
+        return rows.sum(0).pow(1.0 / ord)
+
+    def check_and_unscale(self, slots: Sequence[Slot], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """GradScaler: every rank sees the same norms, so all skip the step or none does."""
+        largest = torch.stack([self.of_grad(slot, math.inf) for slot in slots])
+        bad = (~torch.isfinite(largest)).any().to(found_inf)
+        found_inf.copy_(torch.maximum(found_inf, bad))
+        for slot in slots:
+            slot.scale_grad(inv_scale)

@@ -1,0 +1,207 @@
+"""The unit: one module's parameters, gathered, freed, reduced and updated together.
+
+A unit owns lanes and slots. A slot is one parameter of the user's: it knows its lane and stands
+behind the user's view (`Held`). A unit carries out what it is told (gather, wait, swap, free) and
+keeps no order; the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from zeor.memory.roles import Residency
+from zeor.memory.view import Held, View
+from zeor.runtime.lane import Lane
+
+if TYPE_CHECKING:
+    from zeor.runtime.engine import Engine
+
+Owner = tuple[nn.Module, str]
+
+
+class Slot(Held):
+    """One parameter: where it lies, who uses it, and the answers its views give."""
+
+    def __init__(self, engine: Engine, name: str, param: nn.Parameter, owners: Sequence[Owner]):
+        self.engine, self.name, self.owners = engine, name, tuple(owners)
+        self.shape, self.dtype = tuple(param.shape), param.dtype
+        self.user: nn.Parameter = param  # the user's own object; a View once packed, plain for a drop-in
+        self.unit: Unit
+        self.lane: Lane
+        self.index = -1  # in its lane
+        self._grad_view: View | None = None
+
+    def settle(self, unit: Unit, lane: Lane, index: int) -> None:
+        self.unit, self.lane, self.index = unit, lane, index
+
+    @property
+    def full(self) -> nn.Parameter:
+        return self.lane.full_params[self.index]
+
+    def make_view(self, of_grad: bool) -> View:
+        # A wrapper has no memory of its own: one element describes any shape.
+        like = torch.empty((), dtype=self.dtype, device=self.engine.mesh.device).expand(self.shape)
+        if not of_grad and self.lane.key.trainable:
+            like.requires_grad_()
+        return View(like, self, of_grad)
+
+    # ---- the parameter
+
+    def read(self) -> Tensor:
+        if self.lane.frees:
+            raise RuntimeError(
+                f"Parameter {self.name!r} is sharded and its full value is not on this rank; "
+                "read it inside `with zeor.full_params(model):`."
+            )
+        self.unit.wait()
+        return self.full
+
+    def load(self, value: Tensor) -> None:
+        self.engine.load(self, value)
+
+    def set_requires_grad(self, flag: bool) -> None:
+        if flag and self.lane.grads is None:
+            raise RuntimeError(
+                f"Parameter {self.name!r} was frozen when zeor.shard ran and has no master or gradient; "
+                "zeor.unshard the model, unfreeze it, and shard again."
+            )
+        self.full.requires_grad_(flag)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's part of the gradient's shape."""
+        assert self.lane.grads is not None
+        segment = self.lane.grads._where.get(self.index)
+        flat = full.expand(self.shape).reshape(-1)
+        return flat[:0] if segment is None else flat[segment.start : segment.start + segment.numel]
+
+    # ---- the gradient
+
+    def grad_view(self) -> View:
+        if self._grad_view is None:
+            self._grad_view = self.make_view(of_grad=True)
+        return self._grad_view
+
+    def get_grad(self) -> Tensor | None:
+        grads = self.lane.grads
+        return self.grad_view() if grads is not None and grads.has[self.index] else None
+
+    def set_grad(self, value: Tensor | None) -> None:
+        grads = self.lane.grads
+        if value is None:
+            if grads is not None:
+                grads.drop(self.index)
+                self.engine.norms.forget(self)
+        elif value is not self._grad_view:
+            raise RuntimeError(
+                f"The gradient of {self.name!r} is sharded and cannot be replaced; change it in place, or set "
+                "it to None."
+            )
+
+    def ready_grads(self):
+        """The lane's gradients, once they are reduced."""
+        grads = self.lane.grads
+        assert grads is not None
+        if grads.unreduced or grads.sum is None:
+            raise RuntimeError(
+                f"The gradient of {self.name!r} was computed inside zeor.no_sync and is not reduced yet; "
+                "run the last backward of the accumulation outside no_sync first."
+            )
+        return grads
+
+    def read_grad(self) -> Tensor:
+        grads = self.ready_grads()
+        if grads.column.grad is not Residency.FULL and self.engine.mesh.world > 1:
+            raise RuntimeError(
+                f"The gradient of {self.name!r} is sharded; norms, scaling and clamping work on it, its values "
+                "are read inside `with zeor.full_params(model, grads=True):`."
+            )
+        grads.apply_scales()
+        return grads.local(self.index).view(self.shape).to(self.dtype)
+
+    def gather_grad(self) -> Tensor:
+        return self.engine.gather_grads(self.lane)[self.index].view(self.shape).to(self.dtype)
+
+    def norm(self, ord: float, of_grad: bool) -> Tensor:
+        if of_grad:
+            return self.engine.norms.of_grad(self, ord)
+        return torch.linalg.vector_norm(self.read().detach(), ord)
+
+    def scale_grad(self, factor: Tensor | float) -> None:
+        self.ready_grads().scale(self.index, factor)
+
+    def local_grad(self) -> Tensor:
+        grads = self.ready_grads()
+        grads.apply_scales()
+        self.engine.norms.forget(self)
+        return grads.local(self.index)
+
+    def check_and_unscale(self, helds: Sequence[Held], found_inf: Tensor, inv_scale: Tensor) -> None:
+        self.engine.norms.check_and_unscale([h for h in helds if isinstance(h, Slot)], found_inf, inv_scale)
+
+
+class Unit:
+    def __init__(self, index: int, name: str, module: nn.Module | None, slots: Sequence[Slot]):
+        self.index, self.name, self.module, self.slots = index, name, module, list(slots)
+        self.lanes: list[Lane] = []
+        self.is_root = False
+        self.swapped = False
+        # See Note [When a unit's backward is over] in hooks.py.
+        self.open_calls = self.endless_calls = self.hooked_calls = 0
+        self._places = [(module, attr, slot) for slot in slots for module, attr in slot.owners]
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name})"
+
+    @property
+    def frees(self) -> bool:
+        return any(lane.frees for lane in self.lanes)
+
+    @property
+    def publishes(self) -> bool:
+        """Its update leaves the other ranks' full parameters stale until slices are gathered."""
+        return any(not lane.frees and lane.key.trainable and not lane.updates_whole for lane in self.lanes)
+
+    @property
+    def present(self) -> bool:
+        """Gathered or on its way."""
+        return all(lane.full.inflated for lane in self.lanes)
+
+    def start_gather(self, only_trainable: bool = False) -> None:
+        for number, lane in enumerate(self.lanes):
+            if lane.key.trainable or not only_trainable:
+                lane.start_gather(f"gather of unit {self.name!r}" + (f", lane {number}" if number else ""))
+
+    def wait(self) -> None:
+        for lane in self.lanes:
+            lane.wait()
+
+    def free(self) -> None:
+        for lane in self.lanes:
+            lane.free()
+
+    def swap_in(self) -> None:
+        """The full parameters into their modules: from here on forward sees plain parameters."""
+        if not self.swapped:
+            self._put([slot.full for _, _, slot in self._places])
+            self.swapped = True
+
+    def swap_out(self) -> None:
+        """The user's own objects back."""
+        if self.swapped:
+            self._put([slot.user for _, _, slot in self._places])
+            self.swapped = False
+
+    def put(self, params: dict[Slot, nn.Parameter]) -> None:
+        """Any objects into the modules; see full_params."""
+        self._put([params[slot] for _, _, slot in self._places])
+
+    def _put(self, params: Sequence[nn.Parameter]) -> None:
+        for (module, attr, _), param in zip(self._places, params):
+            module._parameters[attr] = param
+            if isinstance(module, nn.RNNBase):
+                # RNNs read a list of their own; it must follow.
+                module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]  # type: ignore[misc]
