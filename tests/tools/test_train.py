@@ -35,6 +35,7 @@ def test_a_small_run_learns_and_measures(ranks: Ranks, text: Path) -> None:
     for stage in range(4):
         measured, predicted = first.measured[stage], first.predicted[stage]
         assert {role: measured[role] for role in ROLES} == {role: predicted[role] for role in ROLES}, stage
+        # The ledger against the formula, both zeor's own: the allocator is not asked here.
         assert measured["transient"] <= predicted["transient"], stage
     shown = train.bytes_table(first.predicted, first.measured)
     assert [line.split()[2] for line in shown.splitlines()[2:]] == ["predicted", "measured"] * 4

@@ -119,7 +119,7 @@ def lay_out(shapes: Sequence[Sequence[int]], world: int) -> LaneLayout:
     """
     fixed = tuple(tuple(int(n) for n in shape) for shape in shapes)
     numels: list[int] = [math.prod(shape) for shape in fixed]
-    rows = [shape[-1] if len(shape) > 1 and math.prod(shape) else 1 for shape in fixed]
+    rows = [shape[-1] if len(shape) > 1 and numel else 1 for shape, numel in zip(fixed, numels)]
     allowed = MAX_PADDING * sum(numels)
     for cut, align in (("rows", 64), ("elements", 64), ("elements", 8), ("elements", 1)):
         offsets, end = _place(numels, rows if cut == "rows" else [1] * len(rows), align)

@@ -140,12 +140,12 @@ class View(torch.Tensor):
             if func in _METADATA or (getattr(func, "__name__", "") == "__get__" and _is_metadata(func)):
                 return func(*args, **kwargs)
             if _writes(func, kwargs):
-                _refuse_write(func, args)
+                _refuse_write(func, (args, kwargs))
             args, kwargs = tree_map_only(View, _value, (args, kwargs))
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         # Only C++ code that never asked __torch_function__ gets here, with a view it cannot use.
         views = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
         raise RuntimeError(f"{func} was called on {views[0]!r}; use `with zeor.full_params(model):` around it.")
@@ -187,6 +187,19 @@ def _detach(func: Callable, args: tuple, kwargs: dict) -> View:
 
 def _identity(func: Callable, args: tuple, kwargs: dict) -> View:
     return args[0]
+
+
+def _make_like(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """zeros_like and kin: a plain tensor of the full shape; no value is read. Adagrad makes its state so."""
+    view, *rest = args
+    kwargs = {"dtype": view.dtype, "device": view.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    return func(torch.empty(view.shape, dtype=view.dtype, device="meta"), *rest, **kwargs)
+
+
+def _make_new(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """new_zeros and kin: only dtype and device are taken from the view."""
+    view, *rest = args
+    return func(torch.empty(0, dtype=view.dtype, device=view.device), *rest, **kwargs)
 
 
 def _set_requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -285,7 +298,7 @@ def _copy(func: Callable, args: tuple, kwargs: dict) -> View:
 
 
 _T = torch.Tensor
-_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 _WRITING_NAMES = {
     "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__",
     "__iand__", "__ior__", "__ixor__",
@@ -301,6 +314,8 @@ _HANDLERS: dict[Any, Callable] = {
     _T.detach: _detach,
     torch.detach: _detach,
     _T.detach_: _identity,
+    # `.data` too: what is written through it must meet the same refusal, or the same arithmetic on a gradient.
+    _T.data.__get__: _detach,  # type: ignore[attr-defined]
     _T.requires_grad_: _set_requires_grad,
     _T.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     torch.linalg.vector_norm: _norm,
@@ -315,6 +330,10 @@ _HANDLERS: dict[Any, Callable] = {
     **{check: _elementwise_check for name in ("isfinite", "isnan", "isinf")
        for check in (getattr(torch, name), getattr(_T, name))},
 }  # fmt: skip
+for _name in ("zeros", "ones", "full", "empty", "rand", "randn"):
+    _HANDLERS[getattr(torch, f"{_name}_like")] = _make_like
+    if hasattr(_T, f"new_{_name}"):
+        _HANDLERS[getattr(_T, f"new_{_name}")] = _make_new
 for _name in ("div_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "nan_to_num_", "add_", "sub_", "neg_",
               "fill_", "addcmul_", "lerp_"):  # fmt: skip
     _HANDLERS[getattr(_T, _name)] = _in_place

@@ -96,11 +96,12 @@ class Engine:
             Traits(u.name, u.frees, any(lane.grads for lane in u.lanes), u.publishes and self.mesh.world > 1)
             for u in self.units
         )
-        prefetch = self.plan.prefetch if self.plan.overlap else 0
+        overlap = self.plan.overlap
+        prefetch = self.plan.prefetch if overlap else 0
         train, backward = self._orders[orders.TRAIN], self._orders[orders.BACKWARD]
-        self.schedule = Schedule(traits, tuple(train), tuple(backward), prefetch)
+        self.schedule = Schedule(traits, tuple(train), tuple(backward), prefetch, overlap)
         evaluation = self._orders[orders.EVAL]
-        self._eval_schedule = Schedule(traits, tuple(evaluation), (), prefetch)
+        self._eval_schedule = Schedule(traits, tuple(evaluation), (), prefetch, overlap)
 
     # ---- actions
 

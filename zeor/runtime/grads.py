@@ -32,6 +32,7 @@ class GradLane:
         self.pending = [False] * count  # came, and is not reduced yet
         self.has = [False] * count  # the user has a gradient for this parameter
         self.scales: list[Tensor | float | None] = [None] * count
+        self.folds = 0  # how often remembered factors were multiplied in; norms from before that are stale
         self._product: tuple | None = None
         self._move: verbs.Move | None = None
         self._kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
@@ -177,6 +178,7 @@ class GradLane:
             if scale is not None and param in self._where:
                 self.local(param).mul_(scale)
         self.scales = [None] * len(self.scales)
+        self.folds += 1
 
     def common_scale(self) -> tuple[bool, Tensor | float | None]:
         """(True, factor) when one remembered factor, or none, holds for every gradient of this lane."""

@@ -23,7 +23,7 @@ class Norms:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._slots: list[Slot] = []
-        self._known: dict[float, dict[Slot, Tensor]] = {}
+        self._known: dict[float, dict[Slot, tuple[Tensor, int]]] = {}  # with GradLane.folds at that time
 
     def watch(self, slots: Sequence[Slot]) -> None:
         self._slots = [slot for slot in slots if slot.lane.grads is not None]
@@ -37,13 +37,14 @@ class Norms:
 
     def of_grad(self, slot: Slot, ord: float) -> Tensor:
         """One gradient's norm, remembered factor included."""
-        slot.ready_grads()
+        grads = slot.ready_grads()
         known = self._known.setdefault(ord, {})
-        if slot not in known:
-            stale = [s for s in self._slots if s.lane.grads.has[s.index] and s not in known]  # type: ignore[union-attr]
-            known.update(zip(stale, self._compute(stale, ord).unbind()))
-        scale = slot.lane.grads.scales[slot.index]  # type: ignore[union-attr]
-        return known[slot] if scale is None else known[slot] * abs(scale)
+        if _is_stale(slot, known):
+            stale = [s for s in self._slots if s.lane.grads.has[s.index] and _is_stale(s, known)]  # type: ignore[union-attr]
+            folds = [s.lane.grads.folds for s in stale]  # type: ignore[union-attr]
+            known.update(zip(stale, zip(self._compute(stale, ord).unbind(), folds)))
+        norm, scale = known[slot][0], grads.scales[slot.index]
+        return norm if scale is None or ord == 0 else norm * abs(scale)
 
     def total(self, slots: Sequence[Slot], ord: float) -> Tensor:
         """The norm over all these gradients together, as stock clip_grad_norm_ computes it."""
@@ -57,13 +58,16 @@ class Norms:
         grads = [slot.ready_grads() for slot in slots]
         wide = torch.float64 if any(g.sum.dtype == torch.float64 for g in grads) else torch.float32
         parts = [g.own(slot.index) for slot, g in zip(slots, grads)]
-        found = iter(torch._foreach_norm([part for part in parts if part.numel()], ord, dtype=wide))
-        zero = torch.zeros((), dtype=wide, device=self._mesh.device)
-        local = torch.stack([next(found) if part.numel() else zero for part in parts])
+        held = [part for part in parts if part.numel()]
+        found = iter(torch._foreach_norm(held, ord, dtype=wide) if held else ())
+        # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
+        none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._mesh.device)
+        local = torch.stack([next(found) if part.numel() else none for part in parts])
         if self._mesh.world == 1:
             return local
-        if math.isinf(ord):
-            return verbs.gather_vector(self._mesh, local, "norms of the gradients").amax(0)
+        if math.isinf(ord) or ord == 0:
+            rows = verbs.gather_vector(self._mesh, local, "norms of the gradients")
+            return rows.sum(0) if ord == 0 else rows.amax(0) if ord > 0 else rows.amin(0)
         rows = verbs.gather_vector(self._mesh, local.pow(ord), "norms of the gradients")
         return rows.sum(0).pow(1.0 / ord)
 
@@ -74,3 +78,7 @@ class Norms:
         found_inf.copy_(torch.maximum(found_inf, bad))
         for slot in slots:
             slot.scale_grad(inv_scale)
+
+
+def _is_stale(slot: Slot, known: dict[Slot, tuple[Tensor, int]]) -> bool:
+    return slot not in known or known[slot][1] != slot.lane.grads.folds  # type: ignore[union-attr]

@@ -29,7 +29,6 @@ class Reducer:
         self._order = [unit for unit in order if self._trains(self._units[unit])]
         self._next = 0
         self._ready: set[int] = set()
-        self._unfinished: list[Unit] = []
         self.issued: list[int] = []
         self.new: set[Slot] = set()  # had a gradient in this backward, on this rank
 
@@ -55,7 +54,6 @@ class Reducer:
             if lane.grads is not None:
                 lane.grads.start_reduce(self._factor, f"reduce of the gradients of unit {unit.name!r}")
         self.issued.append(unit.index)
-        self._unfinished.append(unit)
         self._under_way = unit
         if not self._overlap:
             self._finish(unit)
@@ -64,8 +62,8 @@ class Reducer:
         for lane in unit.lanes:
             if lane.grads is not None:
                 lane.grads.finish_reduce(f"unit {unit.name!r}")
-        if self._under_way is unit:
-            self._under_way = None
+        self._under_way = None
+        self._record("finish", unit.index)
 
     def end(self) -> None:
         """Backward is over: reduce what is left, wait for everything, say who has a gradient."""
@@ -84,9 +82,8 @@ class Reducer:
         for unit in self._units:
             if pending[unit.index]:
                 self._issue(unit)
-        for unit in dict.fromkeys(self._unfinished):
-            self._finish(unit)
-            self._record("finish", unit.index)
+        if self._under_way is not None:
+            self._finish(self._under_way)
         for slot, anyone in zip(self._slots, had):
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.has[slot.index] = True

@@ -45,6 +45,7 @@ class Schedule:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     prefetch: int
+    overlap: bool = True
     rows: list[tuple[str, int, tuple[Action, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,6 +99,20 @@ def _play(schedule: Schedule) -> None:
             return [Action("free", unit)]
         return []
 
+    under_way: list[int] = []
+
+    def finish() -> list[Action]:
+        """The sum under way, if there is one, is waited for."""
+        return [Action("finish", under_way.pop())] if under_way else []
+
+    def reduce(unit: int) -> list[Action]:
+        """Only one reduce is under way at a time: the one before it is finished first."""
+        if not units[unit].trains:
+            return []
+        actions = [*finish(), Action("reduce", unit)]
+        under_way.append(unit)
+        return actions if schedule.overlap else [*actions, *finish()]
+
     # 1. forward: the root is entered first and left last; what it holds stays until backward ends.
     inner = [unit for unit in schedule.forward if unit != 0]
     order = [0, *inner]
@@ -114,13 +129,10 @@ def _play(schedule: Schedule) -> None:
     schedule.add(BACKWARD_ENTER, 0, [*fetch(order, 0), Action("swap_in", 0)])
     for position, unit in enumerate(order[1:], start=1):
         schedule.add(BACKWARD_ENTER, unit, [*fetch(order, position), Action("swap_in", unit)])
-        reduce = [Action("reduce", unit)] if units[unit].trains else []
-        schedule.add(BACKWARD_EXIT, unit, [*reduce, Action("swap_out", unit), *free(unit)])
+        schedule.add(BACKWARD_EXIT, unit, [*reduce(unit), Action("swap_out", unit), *free(unit)])
 
-    # 3. the end: what the root holds, then every sum is waited for.
-    last = [Action("reduce", 0)] if units[0].trains else []
-    finish = [Action("finish", unit) for unit in (*inner, 0) if units[unit].trains]
-    schedule.add(BACKWARD_END, -1, [Action("swap_out", 0), *free(0), *last, *finish])
+    # 3. the end: what the root holds, then the last sum is waited for.
+    schedule.add(BACKWARD_END, -1, [Action("swap_out", 0), *free(0), *reduce(0), *finish()])
 
     # 4. step: in the order of the next forward, so that its first units are published first.
     actions = []

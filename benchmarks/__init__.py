@@ -1,0 +1,1 @@
+"""Benchmarks of zeor beside its peers: `python -m benchmarks.NAME` from the repository's root."""

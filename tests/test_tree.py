@@ -1,0 +1,100 @@
+"""The house: a folder imports only from folders above it, modules stay small, and names say what is inside.
+
+The sources are parsed, not imported, so an import inside a function counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "zeor"
+# From the leaves down; what stands in a row may import from the rows before it and from its own folder.
+ORDER = [
+    {"plan", "data"}, {"layout"}, {"memory"}, {"comm"}, {"runtime"}, {"optim"}, {"checkpoint"}, {"planner"}, {"tools"},
+]  # fmt: skip
+RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
+MOST_LINES = 400
+EMPTY_WORDS = {"utils", "util", "common", "misc", "helpers", "helper"}
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def place(path: Path) -> str:
+    """The folder of a module inside zeor, or its own name where it lies at the top."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, what of zeor is imported), as 'runtime' or 'api'; '' for zeor itself."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "zeor":
+                    yield node.lineno, ".".join(alias.name.split(".")[1:2])
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are written in full"
+            module = (node.module or "").split(".")
+            if module == ["zeor"]:
+                for alias in node.names:
+                    is_module = (PACKAGE / alias.name).is_dir() or (PACKAGE / f"{alias.name}.py").exists()
+                    yield node.lineno, alias.name if is_module else ""
+            elif module[0] == "zeor":
+                yield node.lineno, module[1]
+
+
+def may_import(importer: str, target: str) -> bool:
+    if importer in ("__init__", "tools"):
+        return True  # the public names, and the command line that is written with them
+    if importer == "api":
+        return target not in ("", "__init__", "tools")
+    if target not in RANKS:
+        return False  # zeor itself, or api
+    same_leaf = importer in ORDER[0] and importer != target
+    return not same_leaf and RANKS[target] <= RANKS[importer]
+
+
+def module_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_rules_themselves() -> None:
+    assert may_import("runtime", "comm") and may_import("runtime", "runtime") and may_import("api", "planner")
+    assert not may_import("comm", "runtime") and not may_import("layout", "memory")
+    assert not may_import("optim", "api") and not may_import("planner", "") and not may_import("api", "tools")
+    assert not may_import("plan", "data") and may_import("tools", "api")
+
+
+def test_every_folder_has_its_place_in_the_order() -> None:
+    places = {place(path) for path in SOURCES} - {"__init__", "api"}
+    assert places <= set(RANKS), f"give {sorted(places - set(RANKS))} a place in ORDER"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_id)
+def test_a_folder_imports_only_from_folders_above_it(path: Path) -> None:
+    importer = place(path)
+    wrong = [f"line {line}: zeor.{target}" for line, target in imported(path) if not may_import(importer, target)]
+    assert not wrong, f"{module_id(path)} may not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_id)
+def test_modules_are_small_and_say_what_they_hold(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert path.stem not in EMPTY_WORDS
+    assert not EMPTY_WORDS & set(path.relative_to(PACKAGE).parts[:-1])
+    assert ast.get_docstring(ast.parse(text)), "a module begins with what it holds"
+
+
+def test_only_one_file_speaks_of_cuda() -> None:
+    """Device code goes through torch.accelerator and memory/; kernels are written for one kind of device."""
+    allowed = {"memory/device.py", "optim/kernels.py", "optim/kernels_triton.py"}
+    for path in SOURCES:
+        if str(path.relative_to(PACKAGE)) not in allowed:
+            attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+            assert not [node.lineno for node in attributes if node.attr == "cuda"], module_id(path)

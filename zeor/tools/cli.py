@@ -1,0 +1,63 @@
+"""The `zeor` command: finds the subcommand, and the nearest name where there is none.
+
+Each subcommand is a module of this folder with add_arguments(parser) and run(options).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from zeor.tools import plan, schedule, train
+
+COMMANDS = {
+    "train": (train, "train a small GPT on local ranks and show what sharding saves"),
+    "plan": (plan, "bytes per rank and role, before anything is allocated"),
+    "schedule": (schedule, "the actions of one training step"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    parser, subparsers = _parsers()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        parser.error(f"there is no command {arguments[0]!r}{_nearest(arguments[0], list(COMMANDS))}")
+    options, unknown = parser.parse_known_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    if unknown:
+        subparser = subparsers[options.command]
+        known = [name for action in subparser._actions for name in action.option_strings]
+        subparser.error(f"there is no option {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
+    return COMMANDS[options.command][0].run(options)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = argparse.ArgumentParser(prog="zeor", description="ZeRO for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"zeor {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    subparsers = {}
+    for name, (module, summary) in COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
+        subparsers[name] = commands.add_parser(name, help=summary, description=description)
+        module.add_arguments(subparsers[name])
+    return parser, subparsers
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+
+
+def _version() -> str:
+    try:
+        return version("zeor")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,312 @@
+"""`zeor train`: trains the small GPT on a text, sharded over local ranks, and shows what sharding saves.
+
+1. parent: read the options, start the ranks with zeor.launch.
+2. every rank: shard model, optimizer and data; validate, train, validate, sample a text.
+3. every rank: for each stage shard a fresh model, train one step, measure; compare with the prediction.
+4. parent: print the sample and the table.
+
+The training loop is the one a user would write. Only _measure() asks zeor.report().
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import zeor
+import zeor.data
+from zeor.tools import gpt
+from zeor.tools.gpt import GPT, GPTConfig
+from zeor.tools.plan import ROLES, predict
+from zeor.tools.show import Progress, resident_nbytes, table
+
+TEXT = Path(__file__).parent / "text" / "moby-dick.txt"
+CONTEXT = 64
+HEAD_WIDTH = 32
+VALIDATION_SHARE = 0.05
+VALIDATION_WINDOWS = 512
+WARMUP_STEPS = 20
+CLIP_NORM = 1.0
+# No padding: zeor.report() takes it from the layout, as the planner does, so there is nothing to compare.
+COLUMNS = (*ROLES, "resident", "transient")
+TABLE_NOTE = """\
+Measured: the sizes of the storages alive between backward and step. transient is zeor's own count of the
+buffers it lent to a step, not the allocator's: temporaries of a reduction, autograd's gradients and
+activations are not in it."""
+PROMPT = "\n\n"
+SAMPLE_NUMEL = 400
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of one run; the same on every rank."""
+
+    stage: int = 3
+    ranks: int = 2
+    steps: int = 600
+    layers: int = 3
+    width: int = 128
+    batch: int = 16
+    lr: float = 4e-3
+    precision: str | None = None
+    text: Path = TEXT
+    seed: int = 0
+
+    @property
+    def gpt(self) -> GPTConfig:
+        heads = self.width // HEAD_WIDTH if self.width % HEAD_WIDTH == 0 else 1
+        return GPTConfig(layers=self.layers, width=self.width, heads=heads, context=CONTEXT)
+
+
+class Result(NamedTuple):
+    """What a rank hands back to the parent process."""
+
+    loss_before: float  # validation, nats per byte
+    loss_after: float
+    seconds: float
+    tokens_per_s: float  # of all ranks together
+    sample: str
+    predicted: dict[int, dict[str, int]]  # bytes by stage and column
+    measured: dict[int, dict[str, int]]
+
+
+class Windows(Dataset):
+    """Overlapping runs of CONTEXT tokens, each with the same run one token later as its target."""
+
+    def __init__(self, tokens: Tensor, stride: int = CONTEXT // 4) -> None:
+        self.tokens = tokens
+        self.starts = range(0, len(tokens) - CONTEXT, stride)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = self.starts[index]
+        return self.tokens[start : start + CONTEXT], self.tokens[start + 1 : start + CONTEXT + 1]
+
+
+def run_rank(settings: Settings) -> Result:
+    """Everything one rank does."""
+    training, validation = _loaders(settings)
+    model, optimizer = _build(settings, settings.stage)
+    before = _validate(model, validation)
+    _say(f"validation loss {before:.3f} before training")
+    seconds = _train(model, optimizer, training, settings)
+    after = _validate(model, validation)
+    _say(f"validation loss {after:.3f} after training")
+    sample = _sample(model, settings.seed)
+    del model, optimizer
+    stages = (0, 1, 2, 3)
+    return Result(
+        before,
+        after,
+        seconds,
+        settings.steps * settings.batch * settings.ranks * CONTEXT / seconds,
+        sample,
+        predicted={
+            stage: predict(settings.gpt, settings.ranks, stage, settings.precision) for stage in stages
+        },
+        measured={stage: _measure(settings, stage, training) for stage in stages},
+    )
+
+
+def _loaders(settings: Settings) -> tuple[DataLoader, DataLoader]:
+    tokens = gpt.encode(settings.text.read_bytes())
+    split = len(tokens) - int(VALIDATION_SHARE * len(tokens))
+    validation = Windows(tokens[split:], stride=max(1, (len(tokens) - split) // VALIDATION_WINDOWS))
+    training = DataLoader(Windows(tokens[:split]), batch_size=settings.batch, shuffle=True, drop_last=True)
+    return (
+        zeor.data.shard(training, seed=settings.seed),
+        zeor.data.shard(DataLoader(validation, batch_size=64)),
+    )
+
+
+def _build(settings: Settings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
+    torch.manual_seed(settings.seed)
+    model = GPT(settings.gpt)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99))
+    return zeor.shard(model, optimizer, stage=stage, precision=settings.precision)
+
+
+def _train(model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, settings: Settings) -> float:
+    """The loop; returns the seconds it took."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings.steps))
+    progress = Progress(settings.steps, enabled=_is_first())
+    smooth_loss = math.nan
+    started_s = time.perf_counter()
+    for step, (x, y) in enumerate(islice(_endless(training), settings.steps), start=1):
+        lr = schedule.get_last_lr()[0]
+        loss = gpt.loss(model(x), y)
+        loss.backward()
+        grad_norm = zeor.clip_grad_norm_(model, CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        smooth_loss = loss.item() if step == 1 else 0.9 * smooth_loss + 0.1 * loss.item()
+        if progress.due(step):
+            speed = step * x.numel() * settings.ranks / (time.perf_counter() - started_s)
+            progress.update(
+                step,
+                f"loss {smooth_loss:.2f} grad_norm {float(grad_norm):.2f} lr {lr:.1e}"
+                f" {speed:,.0f} tok/s {resident_nbytes() / 2**20:.0f} MiB",
+            )
+    return time.perf_counter() - started_s
+
+
+def _endless(loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Epoch after epoch; zeor.data reshuffles each."""
+    while True:
+        yield from loader
+
+
+def _lr_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warmup = min(WARMUP_STEPS, max(1, steps // 10))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def _validate(model: GPT, validation: DataLoader) -> float:
+    """Mean loss over the validation windows of all ranks."""
+    model.eval()
+    mean = torch.stack([gpt.loss(model(x), y).float() for x, y in validation]).mean()
+    model.train()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean.item()
+
+
+def _sample(model: GPT, seed: int) -> str:
+    """A text that continues PROMPT. All ranks draw the same one: a sharded forward needs them in step."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = gpt.generate(model, gpt.encode(PROMPT), SAMPLE_NUMEL, temperature=0.8, generator=generator)
+    return gpt.decode(tokens).strip()
+
+
+def _measure(settings: Settings, stage: int, training: DataLoader) -> dict[str, int]:
+    """Bytes on this rank under the names of COLUMNS, counted after a second backward.
+
+    The first step makes the moments; gradients rest between a backward and its step.
+    """
+    model, optimizer = _build(settings, stage)
+    for step, (x, y) in enumerate(islice(training, 2)):
+        gpt.loss(model(x), y).backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = zeor.report(model)
+    resident = sum(found[role] for role in ROLES)
+    return {**found, "resident": resident, "transient": found["transient_peak"]}
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _say(text: str) -> None:
+    if _is_first():
+        print(text, flush=True)
+
+
+def bytes_table(predicted: dict[int, dict[str, int]], measured: dict[int, dict[str, int]]) -> str:
+    """Two rows per stage, what was predicted and what was measured, with the columns of COLUMNS."""
+    rows = []
+    for stage in sorted(measured):
+        for kind, counts in (("predicted", predicted[stage]), ("measured", measured[stage])):
+            rows.append([f"stage {stage} {kind}", *(f"{counts[column]:,}" for column in COLUMNS)])
+    return table(["bytes per rank", *COLUMNS], rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zeor train`; their defaults are those of Settings."""
+    default = Settings()
+    parser.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), default=default.stage,
+        help="0 replicates everything, 3 shards everything (default: %(default)s)",
+    )  # fmt: skip
+    for name, kind, meaning in (
+        ("ranks", _positive, "local processes to train on"),
+        ("steps", _positive, "training steps"),
+        ("layers", _positive, "transformer blocks"),
+        ("width", _positive, "width of the residual stream"),
+        ("batch", _positive, f"sequences of {CONTEXT} bytes per rank and step"),
+        ("lr", float, "AdamW's highest learning rate: a warm-up leads to it, a cosine away from it"),
+        ("seed", int, "decides the weights, the order of the data and the sample"),
+    ):
+        help_text = f"{meaning} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=kind, default=getattr(default, name), help=help_text)
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default=default.precision,
+        help="what forward and backward compute in; the master stays fp32 (default: fp32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", type=Path, default=default.text, metavar="FILE",
+        help="any file to learn from, read as bytes (default: Moby-Dick, chapters 1 to 48)",
+    )  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """`zeor train` with its options read."""
+    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    _check_text(settings)
+    sizes = settings.gpt
+    print(
+        f"training a GPT of {sizes.layers} layers, width {sizes.width}, on {settings.text.name} with stage"
+        f" {settings.stage} on {settings.ranks} local rank{'s' if settings.ranks > 1 else ''}",
+        flush=True,
+    )
+    result: Result = zeor.launch(run_rank, settings, ranks=settings.ranks)[0]
+    print(f"{settings.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} tokens/s;", end=" ")
+    print(f"validation loss {result.loss_before:.3f} -> {result.loss_after:.3f}")
+    print(f"\nWhat it writes now:\n\n{result.sample}\n")
+    print(f"{bytes_table(result.predicted, result.measured)}\n\n{TABLE_NOTE}")
+    return 0
+
+
+def _check_text(settings: Settings) -> None:
+    if not settings.text.is_file():
+        raise SystemExit(f"zeor train: there is no file {settings.text}")
+    needed_nbytes = 2 * CONTEXT / VALIDATION_SHARE + settings.ranks * settings.batch * CONTEXT
+    nbytes = settings.text.stat().st_size
+    if nbytes < needed_nbytes:
+        raise SystemExit(
+            f"zeor train: {settings.text} has {nbytes:,} bytes; {settings.ranks} ranks with a batch of"
+            f" {settings.batch} need at least {math.ceil(needed_nbytes):,}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m zeor.tools.train", description="Train a small GPT on local ranks with ZeRO."
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    # The ranks import run_rank by name, and it must not be __main__'s.
+    from zeor.tools.train import main as imported_main
+
+    raise SystemExit(imported_main())
