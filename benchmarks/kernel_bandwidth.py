@@ -1,8 +1,8 @@
 """How near the fused Adam pass comes to the memory's own speed.
 
 Times `zeor.optim.kernels.adam_pass` (bf16 gradient, bf16 compute, fp32 master and moments: 28 bytes per
-parameter), torch's copy_ on the same GPU, and stock fused AdamW (fp32 gradient: 28 bytes as well, but without
-the clip factor and the cast). The median of triton.testing.do_bench counts.
+parameter), the same over a split master (26 bytes), torch's copy_ on the same GPU, and stock fused AdamW (fp32
+gradient: 28 bytes as well, but without the clip factor and the cast). The median of triton.testing.do_bench counts.
 
     python benchmarks/kernel_bandwidth.py --out benchmarks/results/kernel_bandwidth.json [--sweep]
 """
@@ -20,6 +20,7 @@ import torch
 from zeor.optim.kernels import DEFAULT_LAUNCH, AdamRun, AdamSettings, Launch, adam_pass, unavailable_reason
 
 PASS_NBYTES = 28
+SPLIT_NBYTES = 26  # grad 2; compute and remainder 2 + 2 each; exp_avg and exp_avg_sq 4 + 4 each
 STOCK_NBYTES = 28  # grad 4; parameter, exp_avg and exp_avg_sq 4 + 4 each
 SWEEP = [(512, 4), (1024, 8), (2048, 16), (1024, 4), (2048, 8), (2048, 4), (256, 2)]
 
@@ -69,6 +70,22 @@ def time_passes(numel: int, device: torch.device, launches: list[Launch]) -> lis
     return rows
 
 
+def time_split_passes(numel: int, device: torch.device, launches: list[Launch]) -> list[dict[str, object]]:
+    compute = torch.randn(numel, dtype=torch.bfloat16, device=device)
+    remainder = torch.zeros(numel, dtype=torch.int16, device=device)
+    grad = torch.randn(numel, dtype=torch.bfloat16, device=device)
+    moments = torch.zeros(2, numel, device=device)
+    run = AdamRun(None, grad, moments[0], moments[1], compute, remainder)
+    settings = AdamSettings(lr=1e-5, weight_decay=0.1, decoupled_weight_decay=True)
+    scale = torch.tensor(0.5, device=device)
+    rows = []
+    for launch in launches:
+        name = f"split adam_pass block {launch.block_numel} warps {launch.num_warps}"
+        took = seconds(functools.partial(adam_pass, run, settings, 10, scale, launch=launch))
+        rows.append(row(name, numel, SPLIT_NBYTES, took))
+    return rows
+
+
 def time_stock(numel: int, device: torch.device) -> dict[str, object]:
     parameter = torch.nn.Parameter(torch.randn(numel, device=device))
     parameter.grad = torch.randn(numel, device=device)
@@ -91,6 +108,7 @@ def main() -> None:
     for numel in (int(n) for n in arguments.numel):
         rows.append(time_copy(numel, device))
         rows.extend(time_passes(numel, device, launches))
+        rows.extend(time_split_passes(numel, device, launches))
         rows.append(time_stock(numel, device))
     if arguments.out:
         machine = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from zeor.comm.world import ensure_process_group
 from zeor.memory import device as devices
 from zeor.memory.view import View
 from zeor.optim.one_pass import why_not
-from zeor.optim.stepper import Stepper, check_parameters
+from zeor.optim.stepper import Stepper, check_kind, check_parameters
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
 from zeor.runtime import full
@@ -40,7 +39,8 @@ class Sharded:
         self.steppers: list[Stepper] = []
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
+# Kept on the model itself, so that model and engine go together when the user lets go of them.
+_ATTRIBUTE = "_zeor_sharded"
 
 
 def shard(
@@ -67,18 +67,19 @@ def shard(
     sync_buffers=False   True sends rank 0's buffers to all ranks before each training forward, as DDP does.
     timeout=600      seconds a collective may take before every rank raises.
     """
-    optimizers = _as_list(optimizer)
-    if model in _sharded:
-        return _add_optimizers(model, optimizer, optimizers, options or units or mesh)
-    plan = Plan.parse(options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
+    optimizers = _as_list(optimizer)
+    if _ATTRIBUTE in vars(model):
+        return _add_optimizers(model, optimizer, optimizers, options or units or mesh)
+    plan = Plan.parse(options)
     _refuse_nested(model)
     device = devices.device_of(model)
     ensure_process_group(device, plan.timeout)
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
     engine = _build(model, plan, the_mesh, units, optimizers)
-    _sharded[model] = state = Sharded(engine, Hooks(engine, model))
+    state = Sharded(engine, Hooks(engine, model))
+    vars(model)[_ATTRIBUTE] = state
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
     _log_start(model, state)
@@ -96,7 +97,7 @@ def _as_list(optimizer: Any) -> list[Optimizer]:
 
 
 def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer], extra: Any) -> Any:
-    state = _sharded[model]
+    state = _state(model)
     if not optimizers or state.steppers or extra:
         raise ValueError(
             "This model is sharded already; zeor.shard may be called once more only to add its optimizer(s), "
@@ -125,6 +126,8 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     for each in optimizers:
         check_parameters(engine, each)
     _compare_optimizers(mesh, engine, optimizers)
+    for each in optimizers:
+        check_kind(engine, each)
     engine.slots = []
     for spec in specs:
         keys = {slot: lane_key(slot.user, slot.owners, plan.precision) for slot in slots[spec.name]}
@@ -134,6 +137,7 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     for name, buffer in model.named_buffers():
         verbs.broadcast(mesh, buffer, f"broadcast of buffer {name!r}")
     engine.ready()
+    devices.trim_host_memory()
     return engine
 
 
@@ -162,7 +166,8 @@ def _become_view(slot: Slot) -> None:
     """The user's own Parameter object turns into a view, in place: every reference follows."""
     for module, _ in slot.owners:
         if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []  # weak references would forbid the exchange
+            # Weak references would forbid the exchange; None stands for "nothing to compare".
+            module._flat_weight_refs = [None] * len(module._flat_weights_names)
     slot.user.grad = None
     view = slot.make_view(of_grad=False)
     try:
@@ -195,9 +200,10 @@ def _log_start(model: nn.Module, state: Sharded) -> None:
 
 
 def _state(model: nn.Module) -> Sharded:
-    if model not in _sharded:
+    state = vars(model).get(_ATTRIBUTE)
+    if state is None:
         raise ValueError("This model is not sharded; call zeor.shard(model, optimizer) first.")
-    return _sharded[model]
+    return state
 
 
 @contextmanager
@@ -265,9 +271,8 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
         torch.utils.swap_tensors(slot.user, param)
     for module in {module for slot in params for module, _ in slot.owners}:
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-            module.flatten_parameters()
-    del _sharded[model]
+            module._init_flat_weights()
+    del vars(model)[_ATTRIBUTE]
     return model if optimizer is None else (model, optimizer)
 
 

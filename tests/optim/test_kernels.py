@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from zeor.memory.formats import cast_into
+from zeor.memory.formats import cast_into, split_into
 from zeor.optim import kernels
 from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings, supports
 from zeor.optim.kernels_reference import adam_pass_reference, sgd_pass_reference
@@ -56,9 +56,7 @@ def test_adam_reference_equals_stock(kind, case):
     for step, grad in enumerate(gradients(), start=1):
         parameter.grad = grad.clone()
         optimizer.step()
-        adam_pass_reference(
-            run._replace(grad=grad), settings, step if step % 2 else torch.tensor(float(step))
-        )
+        adam_pass_reference(run._replace(grad=grad), settings, step if step % 2 else torch.tensor(float(step)))
     state = optimizer.state[parameter]
     assert_same(run.master, parameter.detach(), settings)
     assert_same(run.exp_avg, state["exp_avg"], settings)
@@ -93,6 +91,64 @@ def test_scale_found_inf_and_compute():
     expected = torch.empty_like(compute)
     cast_into(expected, run.master)
     assert torch.equal(compute, expected)
+
+
+def split_of(run: AdamRun | SGDRun) -> AdamRun | SGDRun:
+    compute = torch.empty(NUMEL, dtype=torch.bfloat16)
+    remainder = torch.empty(NUMEL, dtype=torch.int16)
+    split_into(compute, remainder, run.master)
+    others = {name: None if tensor is None else tensor.clone() for name, tensor in run._asdict().items()}
+    return type(run)(**{**others, "master": None, "compute": compute, "remainder": remainder})
+
+
+def assert_same_bits(got: AdamRun | SGDRun, expected: AdamRun | SGDRun) -> None:
+    for name, tensor in got._asdict().items():
+        other = getattr(expected, name)
+        assert tensor is other is None or torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("case", ADAM_CASES, ids=str)
+def test_adam_on_a_split_master_gives_the_same_bits(case):
+    master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    compute = torch.empty(NUMEL, dtype=torch.bfloat16)
+    whole = AdamRun(master, torch.empty(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL), compute)
+    split = split_of(whole)
+    for step, grad in enumerate(gradients(), start=1):
+        for run in (whole, split):
+            adam_pass_reference(run._replace(grad=grad), AdamSettings(**case), step, torch.tensor(0.3))
+        assert_same_bits(split._replace(grad=grad), split_of(whole._replace(grad=grad)))
+        assert torch.equal(split.compute, whole.compute)
+
+
+@pytest.mark.parametrize("case", SGD_CASES, ids=str)
+def test_sgd_on_a_split_master_gives_the_same_bits(case):
+    settings = SGDSettings(**case)
+    buffer = torch.zeros(NUMEL) if settings.momentum else None
+    master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    whole = SGDRun(master, torch.empty(NUMEL), buffer, torch.empty(NUMEL, dtype=torch.bfloat16))
+    split = split_of(whole)
+    for step, grad in enumerate(gradients()):
+        for run in (whole, split):
+            sgd_pass_reference(run._replace(grad=grad), settings, first=step == 0)
+        assert_same_bits(split._replace(grad=grad), split_of(whole._replace(grad=grad)))
+        assert torch.equal(split.compute, whole.compute)
+
+
+def test_a_run_has_one_whole_or_one_split_master():
+    whole = AdamRun(*torch.zeros(4, NUMEL), compute=torch.zeros(NUMEL, dtype=torch.bfloat16))
+    split = split_of(whole)
+    assert kernels._check_run(whole, ()) == kernels._check_run(split, ()) == (NUMEL, torch.device("cpu"))
+    for run, word in (
+        (whole._replace(master=None), "either a master or"),
+        (whole._replace(remainder=split.remainder), "either a master or"),
+        (split._replace(compute=None), "needs compute as well"),
+        (split._replace(compute=split.compute.half()), "compute is torch.float16, but a pass takes torch.bfloat16$"),
+        (split._replace(remainder=split.remainder.int()), "remainder is torch.int32"),
+        (split._replace(remainder=split.remainder[1:]), rf"remainder .* {NUMEL} elements"),
+        (SGDRun(None, whole.grad), "either a master or"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            kernels._check_run(run, ())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])

@@ -14,13 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import zeor
 from zeor import api
 from zeor.layout import lay_out
-from zeor.tools.gpt import GPT, GPTConfig
+from zeor.planner import Prediction
 
 WORLDS, STAGES, PRECISIONS = (1, 2, 4), (0, 1, 2, 3), ("fp32", "bf16")
 WIDTH, BLOCKS = 20, 12
@@ -76,7 +74,7 @@ def run_one(stage: int, precision: str, prefetch: int = 1, build: Callable[[], n
         optimizer.step()
     found = zeor.report(model)
     optimizer.zero_grad()
-    engine = api._sharded[model].engine
+    engine = api._state(model).engine
     return {"held": found, "after": zeor.report(model), "alive": engine.ledger.live_nbytes}
 
 
@@ -108,12 +106,13 @@ def table(world: int, stage: int, precision: str, rank: int) -> dict[str, int]:
         total["compute"] += itemsize * (part if stage == 3 else full)
         if trainable:
             total["grad"] += itemsize * (full if stage < 2 else part)
-            total["master"] += 4 * (full if stage == 0 else part) if narrow else 0
+            # A master beside bf16 is the other half of its bits; beside fp32 it is compute itself.
+            total["master"] += 2 * (full if stage == 0 else part) if narrow else 0
             total["moments"] += 2 * 4 * (everything if stage == 0 else mine)
     return total
 
 
-def prediction(world: int, stage: int, precision: str, prefetch: int = 1) -> zeor.planner.Prediction:
+def prediction(world: int, stage: int, precision: str, prefetch: int = 1) -> Prediction:
     with torch.device("meta"):
         model = Model()
     return zeor.predict(
@@ -155,7 +154,14 @@ def test_transient_bytes_stay_within_the_formula(measured: Any, world: int, stag
     for found in measured[world, stage, precision]:
         peak = found["held"]["transient_peak"]
         assert peak <= bound
-        assert peak >= bound / 2 if stage == 3 else peak > 0 or world == 1
+        assert peak >= bound / 2 if stage == 3 else peak > 0 or bound == 0
+
+
+def test_a_world_of_one_needs_only_what_an_update_needs(measured: Any) -> None:
+    for stage in STAGES:
+        assert measured[1, stage, "fp32"][0]["held"]["transient_peak"] == 0
+        largest = lay_out(BLOCK_LANES[0][0], 1).numel  # its master, and its gradient as wide as that
+        assert measured[1, stage, "bf16"][0]["held"]["transient_peak"] == 2 * 4 * largest
 
 
 def formula(world: int, prefetch: int) -> int:
@@ -213,26 +219,3 @@ def test_each_stage_needs_no_more_than_the_one_before(measured: Any, world: int,
     predicted = [prediction(world, stage, precision) for stage in STAGES]
     totals = [p.resident + p.transient for p in predicted]
     assert totals == sorted(totals, reverse=True)
-
-
-class NothingIsMade(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        assert not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)), f"{func} made a tensor"
-        return result
-
-
-def test_predicting_a_7b_model_on_4096_ranks_allocates_nothing() -> None:
-    with torch.device("meta"):
-        model = GPT(GPTConfig(layers=32, width=4096, heads=32, context=4096, vocab=50257))
-    with NothingIsMade():
-        found = zeor.predict(model, world=4096, stage=3, precision="bf16")
-    numel = sum(param.numel() for param in model.parameters())
-    assert found.resident == pytest.approx(16 * numel / 4096, rel=0.01)  # 2 + 2 + 4 + 8 bytes
-
-
-def test_unknown_optimizers_are_counted_as_asked() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(64, 64, bias=False)
-    assert zeor.predict(model, optimizer=3).moments == 3 * 4 * 64 * 64
-    assert zeor.predict(model, optimizer="SGD").moments == 0

@@ -60,20 +60,24 @@ def gather(mesh: Mesh, full: Tensor, mine: Tensor, label: str) -> Move:
     return Move(mesh, label, work, lambda: full)
 
 
-def reduce(mesh: Mesh, full: Tensor, factor: float, label: str) -> Move:
+def reduce_receives(mesh: Mesh, full_numel: int) -> int:
+    """Elements of the buffer `reduce` receives into; see Note [Sums in rank order]."""
+    return 0 if mesh.world == 1 else full_numel // mesh.world if mesh.native_reduce else full_numel
+
+
+def reduce(mesh: Mesh, full: Tensor, received: Tensor, factor: float, label: str) -> Move:
     """PARTIAL -> SLICE: the sum over ranks of this rank's part, times `factor`, in full's dtype.
 
-    `full` is consumed: it must not be written until the move is finished.
+    Neither `full` nor `received` (of `reduce_receives` elements) may be touched until the move is finished.
+    The result is `full` itself in a world of one, `received` where the backend reduces, else memory of its own.
     """
     if mesh.world == 1:
         return Move(mesh, label, None, lambda: full if factor == 1.0 else full.mul_(factor))
     slice_numel = full.numel() // mesh.world
     mesh.traffic.count("reduce", slice_numel * full.itemsize * (mesh.world - 1))
     if mesh.native_reduce:
-        out = full.new_empty(slice_numel)
-        work = _start(mesh, label, lambda: _reduce_scatter(out, full, group=mesh.reduce, async_op=True))
-        return Move(mesh, label, work, lambda: out if factor == 1.0 else out.mul_(factor))
-    received = torch.empty_like(full)
+        work = _start(mesh, label, lambda: _reduce_scatter(received, full, group=mesh.reduce, async_op=True))
+        return Move(mesh, label, work, lambda: received if factor == 1.0 else received.mul_(factor))
     work = _start(
         mesh,
         label,

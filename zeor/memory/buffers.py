@@ -19,6 +19,9 @@ class Ledger:
         self.live: dict[str, int] = {}
         self.live_nbytes = 0
         self.peak_nbytes = 0
+        self._idle: list[Tensor] = []  # see Note [Idle blocks]
+        self._lent: dict[int, Tensor] = {}
+        self._largest_nbytes = 0
 
     def add(self, kind: str, nbytes: int) -> None:
         self.live[kind] = self.live.get(kind, 0) + nbytes
@@ -32,17 +35,49 @@ class Ledger:
     def reset_peak(self) -> None:
         self.peak_nbytes = self.live_nbytes
 
+    # Note [Idle blocks]
+    # On a host, allocating and freeing megabytes at a time tears holes into the heap between longer-lived
+    # tensors and touches new pages; an accelerator's allocator caches by itself. So blocks that came and went
+    # are kept on the host, all of the size of the largest asked for, and handed out again.
+
+    def take(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer, to be given back by `give`."""
+        nbytes = numel * dtype.itemsize
+        self.add(kind, nbytes)
+        if device.type != "cpu" or numel == 0:
+            return torch.empty(numel, dtype=dtype, device=device)
+        fitting = [block for block in self._idle if block.numel() >= nbytes]
+        block = min(fitting, key=Tensor.numel) if fitting else None
+        if block is None:
+            self._idle.clear()  # too small for what is asked for now, so they would stay too small
+            self._largest_nbytes = max(self._largest_nbytes, nbytes)
+            block = torch.empty(self._largest_nbytes, dtype=torch.uint8)
+        else:
+            self._idle = [other for other in self._idle if other is not block]
+        self._lent[block.data_ptr()] = block
+        return block[:nbytes].view(dtype)
+
+    def give(self, kind: str, flat: Tensor) -> None:
+        """The buffer is no longer used by anybody."""
+        self.drop(kind, flat.nbytes)
+        block = self._lent.pop(flat.data_ptr(), None)
+        if block is not None:
+            self._idle.append(block)
+
 
 class FullBuffer:
-    """A flat tensor of a whole lane whose memory can be freed and brought back."""
+    """A flat tensor whose memory can be freed and brought back. Its bytes count as `kind` in the ledger."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger | None = None):
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger | None, kind: str = "compute"
+    ):
+        self.kind = kind
         self.flat = torch.empty(numel, dtype=dtype, device=device)
         self.nbytes = numel * dtype.itemsize
         self._storage = self.flat.untyped_storage()
         self._ledger = ledger  # None: this buffer is resident and never freed
         if ledger is not None:
-            ledger.add("compute", self.nbytes)
+            ledger.add(self.kind, self.nbytes)
 
     @property
     def inflated(self) -> bool:
@@ -52,17 +87,22 @@ class FullBuffer:
         assert self._ledger is not None
         if not self.inflated:
             self._storage.resize_(self.nbytes)
-            self._ledger.add("compute", self.nbytes)
+            self._ledger.add(self.kind, self.nbytes)
 
     def free(self) -> None:
         assert self._ledger is not None
         if self.inflated and self.nbytes:
             self._storage.resize_(0)
-            self._ledger.drop("compute", self.nbytes)
+            self._ledger.drop(self.kind, self.nbytes)
 
     def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
         """A tensor over this storage with a version counter of its own: filling the buffer does not
         look like an in-place change to autograd, so tensors saved before a free stay usable after it."""
-        return torch.empty(0, dtype=self.flat.dtype, device=self.flat.device).set_(  # type: ignore[call-overload]
-            self._storage, offset, shape
-        )
+        away = not self.inflated
+        if away:
+            self.inflate()  # set_ grows a storage that is too small, behind the ledger's back
+        made = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        made.set_(self._storage, offset, shape)  # type: ignore[call-overload]
+        if away:
+            self.free()
+        return made

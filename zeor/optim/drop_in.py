@@ -19,7 +19,7 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory.device import one_device
-from zeor.optim.stepper import Stepper
+from zeor.optim.stepper import Stepper, check_kind
 from zeor.plan import Plan
 from zeor.runtime.engine import Engine
 from zeor.runtime.hooks import collect_from, take_off_before_backward
@@ -65,6 +65,7 @@ def _attach(optimizer: Optimizer, stage: int, mesh: Any) -> Stepper:
         [f"{name}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for name, p in params],
     )
     engine = Engine(plan, the_mesh, plain=True)
+    check_kind(engine, optimizer)
     for number, chunk in enumerate(_chunks(params)):
         slots = [Slot(engine, name, param, ()) for name, param in chunk]
         keys = {slot: lane_key(slot.user, (), plan.precision) for slot in slots}

@@ -1,8 +1,9 @@
 """One-pass updates: gradient and clip factor in; master, moments and compute out; each byte moved once.
 
 With a bf16 gradient and a bf16 compute, Adam reads and writes 28 bytes per parameter:
-grad 2, master 4 + 4, exp_avg 4 + 4, exp_avg_sq 4 + 4, compute 2. A pass covers one contiguous run of
-elements in one launch and never waits for the device. It follows torch.optim's single-tensor code line by
+grad 2, master 4 + 4, exp_avg 4 + 4, exp_avg_sq 4 + 4, compute 2. With a split master it is 26 (compute 2 + 2
+and remainder 2 + 2 in place of master and compute), and the bits are the same. A pass covers one contiguous run
+of elements in one launch and never waits for the device. It follows torch.optim's single-tensor code line by
 line and equals it to rounding. `kernels_reference.py` says the same in plain torch, `kernels_triton.py` holds
 the kernels: Triton is imported, and the device touched, only when a function here is called.
 """
@@ -64,22 +65,28 @@ class SGDSettings:
 
 
 class AdamRun(NamedTuple):
-    """Flat tensors of one length. `compute` is None where the master itself is what forward reads."""
+    """Flat tensors of one length. `compute` is None where the master itself is what forward reads.
 
-    master: Tensor
+    Where the master is split (zeor.memory.formats), `master` is None: `compute` (bf16) and `remainder` (int16)
+    are read in its place, and both are written.
+    """
+
+    master: Tensor | None
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     compute: Tensor | None = None
+    remainder: Tensor | None = None
 
 
 class SGDRun(NamedTuple):
-    """Flat tensors of one length. `momentum_buffer` is None where momentum is zero."""
+    """As AdamRun. `momentum_buffer` is None where momentum is zero."""
 
-    master: Tensor
+    master: Tensor | None
     grad: Tensor
     momentum_buffer: Tensor | None = None
     compute: Tensor | None = None
+    remainder: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -160,16 +167,16 @@ def adam_pass(
     """
     from zeor.optim.kernels_triton import adam_kernel
 
-    _check_run(run, (scale, found_inf))
-    if run.master.numel() == 0:
+    numel, device = _check_run(run, (scale, found_inf))
+    if numel == 0:
         return
-    step_tensor, step_value = _split_scalar(step, run.master.device)
-    lr_tensor, lr_value = _split_scalar(settings.lr, run.master.device)
+    step_tensor, step_value = _split_scalar(step, device)
+    lr_tensor, lr_value = _split_scalar(settings.lr, device)
     scalars = _adam_scalars(settings, lr_value, step_value)
-    with _on_device_of(run.master):
-        adam_kernel[(math.ceil(run.master.numel() / launch.block_numel),)](
+    with _launching_on(device):
+        adam_kernel[(math.ceil(numel / launch.block_numel),)](
             *run,
-            run.master.numel(),
+            numel,
             scale,
             found_inf,
             lr_tensor,
@@ -199,17 +206,17 @@ def sgd_pass(
     """
     from zeor.optim.kernels_triton import sgd_kernel
 
-    _check_run(run, (scale, found_inf))
+    numel, device = _check_run(run, (scale, found_inf))
     if (run.momentum_buffer is None) != (settings.momentum == 0):
         raise ValueError(f"momentum_buffer must be None just where momentum is 0; it is {settings.momentum}")
-    if run.master.numel() == 0:
+    if numel == 0:
         return
-    first_tensor, first_value = _split_scalar(first, run.master.device)
-    lr_tensor, lr_value = _split_scalar(settings.lr, run.master.device)
-    with _on_device_of(run.master):
-        sgd_kernel[(math.ceil(run.master.numel() / launch.block_numel),)](
+    first_tensor, first_value = _split_scalar(first, device)
+    lr_tensor, lr_value = _split_scalar(settings.lr, device)
+    with _launching_on(device):
+        sgd_kernel[(math.ceil(numel / launch.block_numel),)](
             *run,
-            run.master.numel(),
+            numel,
             scale,
             found_inf,
             lr_tensor,
@@ -295,12 +302,20 @@ def _split_scalar(value: float | Tensor, device: torch.device) -> tuple[Tensor |
     return None, float(value.item())
 
 
-def _check_run(run: AdamRun | SGDRun, controls: tuple[Tensor | None, ...]) -> None:
-    numel, device = run.master.numel(), run.master.device
+def _check_run(run: AdamRun | SGDRun, controls: tuple[Tensor | None, ...]) -> tuple[int, torch.device]:
+    """(numel, device) of a run whose tensors fit each other and the kernels."""
+    if (run.master is None) == (run.remainder is None):
+        raise ValueError("a run takes either a master or, with compute, the remainder of a split one")
+    weights = run.compute if run.master is None else run.master
+    if weights is None:
+        raise ValueError("a remainder is half a master: the run needs compute as well")
+    numel, device = weights.numel(), weights.device
+    compute_dtypes = COMPUTE_DTYPES if run.remainder is None else (torch.bfloat16,)
+    dtypes = {"grad": GRAD_DTYPES, "compute": compute_dtypes, "remainder": (torch.int16,)}
     for name, tensor in run._asdict().items():
         if tensor is None:
             continue
-        allowed = {"grad": GRAD_DTYPES, "compute": COMPUTE_DTYPES}.get(name, (torch.float32,))
+        allowed = dtypes.get(name, (torch.float32,))
         if tensor.dtype not in allowed:
             raise ValueError(f"{name} is {tensor.dtype}, but a pass takes {' or '.join(map(str, allowed))}")
         if tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
@@ -311,10 +326,11 @@ def _check_run(run: AdamRun | SGDRun, controls: tuple[Tensor | None, ...]) -> No
     for control in controls:
         if control is not None and (control.numel() != 1 or control.device != device):
             raise ValueError(f"scale and found_inf must be 0-d tensors on {device}, not {control}")
+    return numel, device
 
 
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, whichever device its arguments are on."""
-    if tensor.device.type == "cpu":  # Triton's interpreter
+    if device.type == "cpu":  # Triton's interpreter
         return contextlib.nullcontext()
-    return torch.accelerator.device_index(tensor.device.index)
+    return torch.accelerator.device_index(device.index)

@@ -1,8 +1,8 @@
 """The passes of `kernels.py` in plain torch: what they mean, and what the kernels are tested against.
 
 Each is torch.optim's single-tensor code for one run, with the gradient's scale before it and the cast to
-compute after it. It works on any device, but makes temporaries and, on a GPU, waits for `found_inf`, `step`,
-`first` and lr when they are tensors there.
+compute after it; a split master is put together first and taken apart at the end. It works on any device, but
+makes temporaries and, on a GPU, waits for `found_inf`, `step`, `first` and lr when they are tensors there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeor.memory.formats import cast_into
+from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings
 
 
@@ -26,18 +26,18 @@ def adam_pass_reference(
     if found_inf is not None and bool(found_inf != 0):
         return
     lr, step, (beta1, beta2) = float(settings.lr), float(step), settings.betas
+    master = _read_master(run)
     grad = _read_gradient(run.grad, scale, settings.maximize)
     if settings.weight_decay != 0:
         if settings.decoupled_weight_decay:
-            run.master.mul_(1 - lr * settings.weight_decay)
+            master.mul_(1 - lr * settings.weight_decay)
         else:
-            grad = grad.add(run.master, alpha=settings.weight_decay)
+            grad = grad.add(master, alpha=settings.weight_decay)
     run.exp_avg.lerp_(grad, 1 - beta1)
     run.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denom = (run.exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(settings.eps)
-    run.master.addcdiv_(run.exp_avg, denom, value=-lr / (1 - beta1**step))
-    if run.compute is not None:
-        cast_into(run.compute, run.master)
+    master.addcdiv_(run.exp_avg, denom, value=-lr / (1 - beta1**step))
+    _write_master(run, master)
 
 
 @torch.no_grad()
@@ -51,9 +51,10 @@ def sgd_pass_reference(
     """See `kernels.sgd_pass`."""
     if found_inf is not None and bool(found_inf != 0):
         return
+    master = _read_master(run)
     grad = _read_gradient(run.grad, scale, settings.maximize)
     if settings.weight_decay != 0:
-        grad = grad.add(run.master, alpha=settings.weight_decay)
+        grad = grad.add(master, alpha=settings.weight_decay)
     if run.momentum_buffer is not None:
         if bool(first):
             run.momentum_buffer.copy_(grad)
@@ -63,9 +64,28 @@ def sgd_pass_reference(
             grad = grad.add(run.momentum_buffer, alpha=settings.momentum)
         else:
             grad = run.momentum_buffer
-    run.master.add_(grad, alpha=-float(settings.lr))
-    if run.compute is not None:
-        cast_into(run.compute, run.master)
+    master.add_(grad, alpha=-float(settings.lr))
+    _write_master(run, master)
+
+
+def _read_master(run: AdamRun | SGDRun) -> Tensor:
+    """The run's own master, or a temporary one where it is split."""
+    if run.master is not None:
+        return run.master
+    assert run.compute is not None and run.remainder is not None
+    master = torch.empty_like(run.compute, dtype=torch.float32)
+    join_into(master, run.compute, run.remainder)
+    return master
+
+
+def _write_master(run: AdamRun | SGDRun, master: Tensor) -> None:
+    """What follows from the updated master: compute, and the remainder where it is split."""
+    if run.compute is None:
+        return
+    if run.remainder is None:
+        cast_into(run.compute, master)
+    else:
+        split_into(run.compute, run.remainder, master)
 
 
 def _read_gradient(grad: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:

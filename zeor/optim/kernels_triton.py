@@ -33,6 +33,31 @@ def _round_to_compute(master, compute_dtype: tl.constexpr):
 
 
 @triton.jit
+def _read_master(master_ptr, compute_ptr, remainder_ptr, mask):
+    """The fp32 master, put together where it is split. See Note [the split master] in zeor.memory.formats."""
+    if remainder_ptr is None:
+        return tl.load(master_ptr, mask=mask)
+    else:
+        compute = tl.load(compute_ptr, mask=mask).to(tl.int16, bitcast=True)
+        remainder = tl.load(remainder_ptr, mask=mask)
+        bits = (compute.to(tl.int32) << 16) + remainder.to(tl.int32)
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask):
+    """The master, or its remainder where it is split; then compute."""
+    if remainder_ptr is None:
+        tl.store(master_ptr, master, mask=mask)
+    else:
+        lower = master.to(tl.int32, bitcast=True).to(tl.int16)  # truncates: the lower half is what stays
+        lower = tl.where(master != master, 0, lower).to(tl.int16)
+        tl.store(remainder_ptr, lower, mask=mask)
+    if compute_ptr is not None:
+        tl.store(compute_ptr, _round_to_compute(master, compute_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _read_gradient(grad_ptr, mask, scale, MAXIMIZE: tl.constexpr):
     grad = tl.load(grad_ptr, mask=mask).to(tl.float32)
     if scale is not None:
@@ -59,6 +84,7 @@ def _adam_block(
     exp_avg_ptr,
     exp_avg_sq_ptr,
     compute_ptr,
+    remainder_ptr,
     mask,
     scale,
     decay,
@@ -75,7 +101,7 @@ def _adam_block(
 ):
     """The lines of torch.optim.adam._single_tensor_adam, in their order."""
     grad = _read_gradient(grad_ptr, mask, scale, MAXIMIZE)
-    master = tl.load(master_ptr, mask=mask)
+    master = _read_master(master_ptr, compute_ptr, remainder_ptr, mask)
     exp_avg = tl.load(exp_avg_ptr, mask=mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptr, mask=mask)
 
@@ -94,11 +120,9 @@ def _adam_block(
     denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
     master = tl.fma(tl.div_rn(exp_avg, denom), -step_size, master)
 
-    tl.store(master_ptr, master, mask=mask)
+    _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask)
     tl.store(exp_avg_ptr, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr, exp_avg_sq, mask=mask)
-    if compute_ptr is not None:
-        tl.store(compute_ptr, _round_to_compute(master, compute_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -108,6 +132,7 @@ def adam_kernel(
     exp_avg_ptr,
     exp_avg_sq_ptr,
     compute_ptr,
+    remainder_ptr,
     n,
     scale_ptr,
     found_inf_ptr,
@@ -152,23 +177,26 @@ def adam_kernel(
 
     start = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits: a run may be longer than 2**31
     offsets = tl.arange(0, BLOCK)
-    master_ptr += start + offsets
+    if master_ptr is not None:
+        master_ptr += start + offsets
     grad_ptr += start + offsets
     exp_avg_ptr += start + offsets
     exp_avg_sq_ptr += start + offsets
     if compute_ptr is not None:
         compute_ptr += start + offsets
+    if remainder_ptr is not None:
+        remainder_ptr += start + offsets
     if start + BLOCK <= n:
         _adam_block(
-            master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, compute_ptr, None, scale, decay, weight_decay,
-            lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
+            master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, compute_ptr, remainder_ptr, None, scale, decay,
+            weight_decay, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
             DECAY, LERP_SMALL, MAXIMIZE,
         )  # fmt: skip
     else:
         _adam_block(
-            master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, compute_ptr, start + offsets < n, scale, decay,
-            weight_decay, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
-            DECAY, LERP_SMALL, MAXIMIZE,
+            master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, compute_ptr, remainder_ptr, start + offsets < n,
+            scale, decay, weight_decay, lerp_weight, beta2, one_minus_beta2, bias_correction2_sqrt, eps,
+            step_size, DECAY, LERP_SMALL, MAXIMIZE,
         )  # fmt: skip
 
 
@@ -178,6 +206,7 @@ def _sgd_block(
     grad_ptr,
     momentum_ptr,
     compute_ptr,
+    remainder_ptr,
     mask,
     scale,
     first,
@@ -192,7 +221,7 @@ def _sgd_block(
 ):
     """The lines of torch.optim.sgd._single_tensor_sgd, in their order."""
     grad = _read_gradient(grad_ptr, mask, scale, MAXIMIZE)
-    master = tl.load(master_ptr, mask=mask)
+    master = _read_master(master_ptr, compute_ptr, remainder_ptr, mask)
 
     if WEIGHT_DECAY:
         grad = tl.fma(master, weight_decay, grad)
@@ -211,9 +240,7 @@ def _sgd_block(
             grad = buffer
     master = tl.fma(grad, -lr, master)
 
-    tl.store(master_ptr, master, mask=mask)
-    if compute_ptr is not None:
-        tl.store(compute_ptr, _round_to_compute(master, compute_ptr.dtype.element_ty), mask=mask)
+    _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -222,6 +249,7 @@ def sgd_kernel(
     grad_ptr,
     momentum_ptr,
     compute_ptr,
+    remainder_ptr,
     n,
     scale_ptr,
     found_inf_ptr,
@@ -250,19 +278,22 @@ def sgd_kernel(
 
     start = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits: a run may be longer than 2**31
     offsets = tl.arange(0, BLOCK)
-    master_ptr += start + offsets
+    if master_ptr is not None:
+        master_ptr += start + offsets
     grad_ptr += start + offsets
     if momentum_ptr is not None:
         momentum_ptr += start + offsets
     if compute_ptr is not None:
         compute_ptr += start + offsets
+    if remainder_ptr is not None:
+        remainder_ptr += start + offsets
     if start + BLOCK <= n:
         _sgd_block(
-            master_ptr, grad_ptr, momentum_ptr, compute_ptr, None, scale, first, lr, weight_decay, momentum,
-            one_minus_dampening, WEIGHT_DECAY, NESTEROV, MAXIMIZE, FIRST,
+            master_ptr, grad_ptr, momentum_ptr, compute_ptr, remainder_ptr, None, scale, first, lr,
+            weight_decay, momentum, one_minus_dampening, WEIGHT_DECAY, NESTEROV, MAXIMIZE, FIRST,
         )  # fmt: skip
     else:
         _sgd_block(
-            master_ptr, grad_ptr, momentum_ptr, compute_ptr, start + offsets < n, scale, first, lr,
-            weight_decay, momentum, one_minus_dampening, WEIGHT_DECAY, NESTEROV, MAXIMIZE, FIRST,
+            master_ptr, grad_ptr, momentum_ptr, compute_ptr, remainder_ptr, start + offsets < n, scale, first,
+            lr, weight_decay, momentum, one_minus_dampening, WEIGHT_DECAY, NESTEROV, MAXIMIZE, FIRST,
         )  # fmt: skip

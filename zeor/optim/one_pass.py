@@ -114,7 +114,7 @@ class OnePass:
         for name in self._names():
             if (id(lane), name) not in self._flat:
                 assert lane.master is not None
-                self._flat[id(lane), name] = torch.zeros_like(lane.master)
+                self._flat[id(lane), name] = torch.zeros(lane.master.numel, device=lane.mesh.device)
             flat = self._flat[id(lane), name]
             part = flat[where.offset : where.offset + where.numel].view(segment.shape)
             if state.get(name) is not None:
@@ -132,17 +132,18 @@ class OnePass:
         return ("momentum_buffer",) if any(group["momentum"] for group in self._optimizer.param_groups) else ()
 
     def _launch(self, lane: Lane, run: Run, grad: Tensor, scale: Tensor | None) -> None:
-        group = self._optimizer.param_groups[run.group]
+        group, master = self._optimizer.param_groups[run.group], lane.master
         part = slice(run.begin, run.end)
-        assert lane.master is not None
-        compute = lane.compute_part
-        compute_part = None if compute is None else compute[part]
+        assert master is not None
+        values = None if master.format == "split" else master.values[part]
+        compute = None if master.format == "compute" else master.compute[part]
+        remainder = None if master.remainder is None else master.remainder[part]
         moments = [self._flat[id(lane), name][part] for name in self._names()]
         if self._adam:
-            adam = kernels.AdamRun(lane.master[part], grad[part], moments[0], moments[1], compute_part)
+            adam = kernels.AdamRun(values, grad[part], moments[0], moments[1], compute, remainder)
             kernels.adam_pass(adam, kernels.AdamSettings.from_group(self._optimizer, group), run.age + 1, scale)
         else:
-            sgd = kernels.SGDRun(lane.master[part], grad[part], moments[0] if moments else None, compute_part)
+            sgd = kernels.SGDRun(values, grad[part], moments[0] if moments else None, compute, remainder)
             kernels.sgd_pass(sgd, kernels.SGDSettings.from_group(group), run.age == 0, scale)
 
 

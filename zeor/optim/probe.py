@@ -45,8 +45,6 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Kin
     values, grads = toy(6, 8), [toy(6, 8) for _ in range(STEPS)]
     try:
         whole = _run(optimizer, [values], [[g] for g in grads], together=True)[0]
-        pieces, piece_grads = _cut(values), [_cut(g) for g in grads]
-        cut = torch.cat(_run(optimizer, pieces, piece_grads, together=True))
         # Two parameters of the same kind as the user's: whole ones, so that a matrix optimizer can be tried.
         two, two_grads = [values, values.flip(0)], [[g, g.flip(1)] for g in grads]
         once = _run(optimizer, two, two_grads, together=True)
@@ -54,10 +52,12 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Kin
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
         return Kind(False, False, f"{type(error).__name__}: {first}")
-    return Kind(
-        elementwise=torch.equal(whole.reshape(-1), cut),
-        separable=all(torch.equal(a, b) for a, b in zip(once, twice)),
-    )
+    try:
+        cut = torch.cat(_run(optimizer, _cut(values), [_cut(g) for g in grads], together=True))
+        elementwise = torch.equal(whole.reshape(-1), cut)
+    except Exception:  # Muon takes matrices only
+        elementwise = False
+    return Kind(elementwise, separable=all(torch.equal(a, b) for a, b in zip(once, twice)))
 
 
 def _cut(tensor: Tensor) -> list[Tensor]:

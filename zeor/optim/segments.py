@@ -56,13 +56,17 @@ class Segments:
         return lane_grad[segment.offset : segment.offset + segment.numel].view(self._of[id(param)].shape)
 
     def cut(self, param: Tensor, value: Any) -> Any:
-        """One entry of a parameter's state: whole tensors are cut, everything else is kept."""
+        """One entry of a parameter's state: whole tensors are cut, everything else is kept. What was made in the
+        parameter's dtype is as wide as its master from here on."""
         slot = self.slots[id(param)]
-        if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return value
         segment, mine = self._at[id(param)], self._of[id(param)]
+        dtype = mine.dtype if value.dtype == slot.dtype else value.dtype
+        if tuple(value.shape) != slot.shape or value.dim() == 0:
+            return value.to(dtype)
         flat = value.detach().reshape(-1)[segment.start : segment.start + segment.numel]
-        return flat.to(mine.device, copy=True).view(mine.shape)
+        return flat.to(mine.device, dtype, copy=True).view(mine.shape)
 
     def whole(self, param: Tensor) -> dict[str, Any]:
         """One parameter's state put together from all ranks; a collective."""

@@ -1,7 +1,7 @@
 """step(): one event for the user, unit by unit inside.
 
 The user's optimizer object stays theirs; four of its methods are replaced on the instance. step() runs
-the closure once, the step hooks once, then for each unit: gradients to segments, the stock update or
+the step hooks once, the closure once, then for each unit: gradients to segments, the stock update or
 the one-pass kernel, compute from master, publish. A published unit travels while the next is updated.
 """
 
@@ -16,14 +16,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from zeor.memory.device import trim_host_memory
+from zeor.memory.roles import Residency
 from zeor.optim.one_pass import OnePass
-from zeor.optim.probe import probe, raw_step
+from zeor.optim.probe import Kind, probe, raw_step
 from zeor.optim.segments import Segments
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Unit
 
 _REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
+_COUNTERS = ("step", "eta", "mu")  # state of one number per parameter, whatever its shape
 
 
 class Stepper:
@@ -32,34 +35,13 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.engine, self.optimizer = engine, optimizer
         check_parameters(engine, optimizer)
-        self.kind = probe(optimizer, engine.mesh.device, self._dtype())
-        self._check_kind()
+        self.kind = check_kind(engine, optimizer)
         self.segments = Segments(engine, optimizer)
         self._raw_step = raw_step(optimizer)
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
+        self._first = True
         self._patch()
         engine.optimizers.add(self)
-
-    def _dtype(self) -> torch.dtype:
-        for slot in self.engine.slots:
-            if slot.lane.master is not None:
-                return slot.lane.master.dtype
-        return torch.float32
-
-    def _check_kind(self) -> None:
-        name = type(self.optimizer).__name__
-        if self.kind.failed is not None:
-            raise ValueError(
-                f"{name} could not take a plain step on its own ({self.kind.failed}), so zeor cannot drive it; "
-                "use an optimizer whose step() needs no closure and dense gradients, such as AdamW."
-            )
-        whole = self.engine.mesh.world == 1 or all(lane.updates_whole for u in self.engine.units for lane in u.lanes)
-        if not self.kind.elementwise and not whole:
-            raise ValueError(
-                f"{name} is not element-wise (cutting a matrix changes its update), so it cannot work on slices; use "
-                "zeor.shard(..., stage=0), where every rank updates whole parameters, or an element-wise optimizer "
-                "such as AdamW."
-            )
 
     # ---- the user's object
 
@@ -94,11 +76,13 @@ class Stepper:
 
     def step(self, closure: Callable | None) -> Any:
         loss = None
+        self._run_hooks("pre")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._check_reduced()
-        self._run_hooks("pre")
+        if self.engine.plain:
+            self.engine.heed_plain_grads()
         with torch.no_grad(), torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step"):
             if self.kind.separable:
                 for unit in self.engine.step_order():
@@ -106,6 +90,9 @@ class Stepper:
             else:
                 self._update(self.engine.step_order())
         self.engine.end_step()
+        if self._first:
+            self._first = False
+            trim_host_memory()
         if self.engine.plain:
             self.engine.drain()  # nothing waits for a publish in a forward without hooks
         self._run_hooks("post")
@@ -138,12 +125,12 @@ class Stepper:
         if not any(work):
             return
         lanes = list(dict.fromkeys(members[id(p)].lane for params in work for p in params))
+        for lane in lanes:
+            lane.wait()  # an earlier publish nobody waited for (its reader) -> this update (the writer)
         if self.one_pass is not None and self.one_pass.takes(lanes):
             self.one_pass.update(work, lanes)
         else:
             self._stock_update(work, lanes)
-            for lane in lanes:
-                lane.refresh_compute()
         for unit in units:
             if any(lane in lanes for lane in unit.lanes):
                 self.engine.publish(unit)
@@ -151,6 +138,11 @@ class Stepper:
     def _stock_update(self, work: list[list[Tensor]], lanes: list[Lane]) -> None:
         """The optimizer's own step over segments, with the groups showing only these."""
         ready = {lane: _master_gradient(lane) for lane in lanes}
+        widened = [grad for lane, grad in ready.items() if lane.grads is not None and grad is not lane.grads.sum]
+        widened_nbytes = sum(grad.numel() * grad.itemsize for grad in widened)
+        self.engine.ledger.add("update", widened_nbytes)
+        for lane in lanes:
+            lane.master.fetch()  # type: ignore[union-attr]
         groups, kept = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
         given: list[torch.nn.Parameter] = []
         try:
@@ -172,6 +164,9 @@ class Stepper:
                 group["params"] = params
             for segment in given:
                 segment.grad = None
+            for lane in lanes:
+                lane.master.spill()  # type: ignore[union-attr]
+            self.engine.ledger.drop("update", widened_nbytes)
 
     # ---- state
 
@@ -216,8 +211,8 @@ class Stepper:
         """Bytes of element-wise state as allocated; step counters are not counted."""
         storages = {}
         for segment in self.segments._of.values():
-            for value in self.optimizer.state.get(segment, {}).values():
-                if isinstance(value, Tensor) and value.numel() == segment.numel() and value.dim() > 0:
+            for name, value in self.optimizer.state.get(segment, {}).items():
+                if isinstance(value, Tensor) and value.shape == segment.shape and name not in _COUNTERS:
                     storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return sum(storages.values())
 
@@ -232,6 +227,25 @@ def _master_gradient(lane: Lane) -> Tensor:
         return grads.sum.to(lane.master.dtype)
     wide = grads.sum.to(lane.master.dtype)
     return wide if factor is None else wide.mul_(factor)
+
+
+def check_kind(engine: Engine, optimizer: Optimizer) -> Kind:
+    """What kind of optimizer it is; ValueError where it cannot work at this stage. Touches nothing."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    kind, name = probe(optimizer, engine.mesh.device, dtype), type(optimizer).__name__
+    if kind.failed is not None:
+        raise ValueError(
+            f"{name} could not take a plain step on its own ({kind.failed}), so zeor cannot drive it; "
+            "use an optimizer whose step() needs no closure and dense gradients, such as AdamW."
+        )
+    if not kind.elementwise and engine.mesh.world > 1 and engine.column.update is not Residency.FULL:
+        raise ValueError(
+            f"{name} is not element-wise (cutting a matrix changes its update), so it cannot work on slices; use "
+            "zeor.shard(..., stage=0), where every rank updates whole parameters, or an element-wise optimizer "
+            "such as AdamW."
+        )
+    return kind
 
 
 def check_parameters(engine: Engine, optimizer: Optimizer) -> None:

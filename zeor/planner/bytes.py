@@ -7,7 +7,7 @@ of the formula in `transient`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from zeor.layout import LaneLayout, lay_out
+from zeor.memory.master import master_itemsize
 from zeor.memory.roles import STAGES, Column, Residency
-from zeor.plan import Precision
+from zeor.plan import Plan, Precision, nearest
 from zeor.runtime.discover import UnitSpec, find_units
 from zeor.runtime.keys import lane_key
 from zeor.runtime.lane import LaneKey
@@ -27,6 +28,7 @@ MOMENTS = {
     "SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "Adadelta": 2,
     "RMSprop": 1, "ASGD": 1, "Rprop": 2,
 }  # fmt: skip
+_OPTIONS = ("units", "prefetch", "native_reduce")
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,24 @@ def predict(
     `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=,
     prefetch=, native_reduce= (True for NCCL; Gloo receives a whole buffer).
     """
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"zeor.predict has no option {name!r}{nearest(name, list(_OPTIONS))}.")
+    if isinstance(optimizer, str) and optimizer not in MOMENTS:
+        raise ValueError(
+            f"optimizer={optimizer!r} is not known to the planner{nearest(optimizer, list(MOMENTS))}; give the number "
+            "of tensors it keeps per parameter instead, such as optimizer=2."
+        )
     moments = MOMENTS[optimizer] if isinstance(optimizer, str) else optimizer
     units = find_units(model, options.get("units"))
     lanes = [_lanes(unit, world, Precision.parse(precision)) for unit in units]
-    column = STAGES[stage]
+    column = STAGES[Plan(stage=stage).stage]
+    flat = [lane for unit in lanes for lane in unit]
     total: dict[str, int] = defaultdict(int)
-    for lane in (lane for unit in lanes for lane in unit):
-        for role, nbytes in _resident(lane, column, moments).items():
+    for lane in flat:
+        for role, nbytes in _resident(lane, column).items():
             total[role] += nbytes
+    total["moments"] = moments * _updated_nbytes(flat, column, world)
     native = bool(options.get("native_reduce", False))
     transient_nbytes = transient(lanes, column, world, int(options.get("prefetch", 1)), native)
     return Prediction(
@@ -95,32 +107,47 @@ def _held(residency: Residency, layout: LaneLayout) -> int:
     return layout.slice_numel if residency is Residency.SLICE else layout.numel
 
 
-def _resident(lane: _Lane, column: Column, moments: int) -> dict[str, int]:
-    """The row of each role, for one lane."""
+def _resident(lane: _Lane, column: Column) -> dict[str, int]:
+    """The row of each role but the moments, for one lane."""
     key, layout = lane.key, lane.layout
     compute = _held(column.compute, layout) * key.compute_dtype.itemsize
     result = {"compute": compute, "padding": layout.padding_numel * key.compute_dtype.itemsize}
     if key.master_dtype is None:
         return result
     updated = _held(column.update, layout)
-    used = sum(layout.numels) if column.update is Residency.FULL else None
     result["grad"] = (layout.numel if column.grad_buffer else layout.slice_numel) * key.reduce_dtype.itemsize
-    result["master"] = 0 if key.master_dtype == key.compute_dtype else updated * key.master_dtype.itemsize
-    # Moments are kept for elements, not for padding; the rank with the most has this many at the most.
-    if used is None:
-        used = max(sum(s.numel for s in layout.segments(rank)) for rank in range(min(layout.world, 8)))
-    result["moments"] = moments * used * key.master_dtype.itemsize
+    result["master"] = updated * master_itemsize(key.master_dtype, key.compute_dtype)
     return result
 
 
-def transient(lanes: Sequence[list[_Lane]], column: Column, world: int, prefetch: int, native: bool) -> int:
-    """(1 + prefetch) x compute + 2 x gradient + 1 x receive buffer of the largest units + what the root keeps.
+def _updated_nbytes(lanes: Sequence[_Lane], column: Column, world: int) -> int:
+    """Master-sized bytes of the elements one rank updates, padding left out, on the rank that has the most."""
+    total, lost = 0, Counter[int]()  # lost: by rank, what gaps take from its slices
+    for key, layout in ((lane.key, lane.layout) for lane in lanes):
+        if key.master_dtype is None:
+            continue
+        itemsize, part = key.master_dtype.itemsize, layout.slice_numel
+        if column.update is Residency.FULL:
+            total += sum(layout.numels) * itemsize
+            continue
+        total += part * itemsize
+        for begin, end in layout.gaps():
+            for rank in range(begin // part, -(-end // part)):
+                lost[rank] += (min(end, (rank + 1) * part) - max(begin, rank * part)) * itemsize
+    return total - (min(lost.values()) if len(lost) == world else 0)
 
-    The root's compute stays from the beginning of forward to the end of backward, and its gradients arrive
+
+def transient(lanes: Sequence[list[_Lane]], column: Column, world: int, prefetch: int, native: bool) -> int:
+    """The most of backward and step: they do not meet.
+
+    Backward: (1 + prefetch) x compute + 2 x gradient + 1 x receive buffer of the largest units + what the root
+    keeps. The root's compute stays from the beginning of forward to the end of backward, and its gradients arrive
     until then. Where compute rests FULL, or the gradient's buffer stays, that term is resident instead.
+    Step: the largest unit's master, where it rests split, and its gradient as wide as the master.
     """
+    step = max((sum(_fetched_nbytes(lane, column) for lane in unit) for unit in lanes), default=0)
     if world == 1:
-        return 0
+        return step
     compute = [sum(x.layout.numel * x.key.compute_dtype.itemsize for x in unit) for unit in lanes]
     grad = [sum(x.layout.numel * x.key.reduce_dtype.itemsize for x in unit if x.key.trainable) for unit in lanes]
     receive = max((g // world if native else g for g in grad), default=0)
@@ -130,4 +157,14 @@ def transient(lanes: Sequence[list[_Lane]], column: Column, world: int, prefetch
         total += compute[0] + sum(inner[: 1 + prefetch])
     if not column.grad_buffer:
         total += grad[0] + 2 * max(grad[1:], default=0)
-    return total
+    return max(total, step)
+
+
+def _fetched_nbytes(lane: _Lane, column: Column) -> int:
+    """What one lane's update needs beside what rests: see memory/master.py."""
+    key = lane.key
+    if key.master_dtype is None:
+        return 0
+    fetched = master_itemsize(key.master_dtype, key.compute_dtype) not in (0, key.master_dtype.itemsize)
+    widened = key.reduce_dtype != key.master_dtype
+    return _held(column.update, lane.layout) * key.master_dtype.itemsize * (fetched + widened)

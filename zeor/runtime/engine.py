@@ -204,6 +204,10 @@ class Engine:
         self.begin_backward()
         walk = self._backward
         assert walk is not None
+        if 0 in self._used and 0 not in walk.entered and not unit.is_root:
+            self.backward_enter(self.units[0])  # the root's output may be this very unit's: the root comes first
+        if unit.is_root and 0 in walk.entered:
+            return
         walk.entered.append(unit.index)
         actions = self.schedule.at(sched.BACKWARD_ENTER, unit.index)
         self._do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
@@ -303,6 +307,12 @@ class Engine:
         for slot in self.slots:
             if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
                 slot.user.grad = slot.grad_view()
+
+    def heed_plain_grads(self) -> None:
+        """Plain parameters do not tell when the user drops or replaces their gradient: look before it is used."""
+        for slot in self.slots:
+            if slot.user.grad is not slot.get_grad():
+                slot.set_grad(slot.user.grad)
 
     def drop_grads(self) -> None:
         """Every gradient was set to None."""

@@ -23,11 +23,16 @@ def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, T
     whole = lane.full.flat if not lane.frees else None
     if lane.master is not None and any(slot.dtype != lane.key.compute_dtype for slot in slots):
         # Compute is only a cast of what the user gave: the master is exact.
-        source, whole = lane.master, (lane.master if lane.updates_whole or engine.mesh.world == 1 else None)
+        lane.master.fetch()
+        source = lane.master.values
+        whole = source if lane.updates_whole or engine.mesh.world == 1 else None
     if whole is None:
         whole = torch.empty(lane.layout.numel, dtype=source.dtype, device=source.device)
         verbs.gather(engine.mesh, whole, source, "gather of full parameters").wait()
-    return {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
+    values = {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
+    if lane.master is not None:
+        lane.master.spill()
+    return values
 
 
 def all_values(engine: Engine) -> dict[Slot, nn.Parameter]:

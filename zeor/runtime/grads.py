@@ -35,10 +35,13 @@ class GradLane:
         self.folds = 0  # how often remembered factors were multiplied in; norms from before that are stale
         self._product: tuple | None = None
         self._move: verbs.Move | None = None
+        self._received: Tensor
         self._kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
         whole = column.grad is Residency.FULL
         self._where = {s.param: s for s in (layout.whole() if whole else layout.segments(mesh.rank))}
         self._own = {s.param: s for s in layout.segments(mesh.rank)}
+        if column.grad_buffer:
+            self._open_buffer()
 
     # ---- arrival
 
@@ -94,8 +97,9 @@ class GradLane:
                     self._range(buffer, param).zero_()
         self.arrived = [False] * len(self.arrived)
         self.pending = [False] * len(self.pending)
-        self._ledger.add("receive", self._receive_nbytes)
-        self._move = verbs.reduce(self.mesh, buffer, factor, label)
+        received = verbs.reduce_receives(self.mesh, buffer.numel())
+        self._received = self._ledger.take("receive", received, self.reduce_dtype, self.mesh.device)
+        self._move = verbs.reduce(self.mesh, buffer, self._received, factor, label)
 
     def finish_reduce(self, label: str) -> None:
         """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it."""
@@ -103,7 +107,9 @@ class GradLane:
             return
         new = self._move.wait()
         self._move = None
-        self._ledger.drop("receive", self._receive_nbytes)
+        if new.data_ptr() == self._received.data_ptr() and new.device.type == "cpu" and new.numel():
+            new = new.clone()  # its block goes back to the ledger
+        self._ledger.give("receive", self._received)
         kept, self._kept = (self._kept, None) if self.column.grad_buffer else (self.sum, None)
         if kept is not None:
             new = kept.to(torch.promote_types(kept.dtype, torch.float32)).add_(new)
@@ -129,14 +135,6 @@ class GradLane:
         own = home[self.mesh.rank * new.numel() : (self.mesh.rank + 1) * new.numel()]
         own.copy_(new)
         return home if self.column.grad is Residency.FULL else own
-
-    @property
-    def _receive_nbytes(self) -> int:
-        """What the reduce itself needs beside the buffer; see Note [Sums in rank order]."""
-        if self.mesh.world == 1:
-            return 0
-        numel = self.layout.slice_numel if self.mesh.native_reduce else self.layout.numel
-        return numel * self.reduce_dtype.itemsize
 
     # ---- use
 
@@ -226,10 +224,9 @@ class GradLane:
         return flat[begin : begin + self.layout.numels[param]]
 
     def _allocate(self, dtype: torch.dtype, kind: str) -> Tensor:
-        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
         if kind == "partial" or self._buffer_is_transient:
-            self._ledger.add(kind, flat.nbytes)
-        return flat
+            return self._ledger.take(kind, self.layout.numel, dtype, self.mesh.device)
+        return torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
 
     @property
     def _buffer_is_transient(self) -> bool:
@@ -238,11 +235,11 @@ class GradLane:
 
     def _release_partial(self) -> None:
         assert self.partial is not None
-        self._ledger.drop("partial", self.partial.nbytes)
+        self._ledger.give("partial", self.partial)
         self.partial = None
 
     def _release_buffer(self) -> None:
         assert self.buffer is not None
         if self._buffer_is_transient:
-            self._ledger.drop("grad", self.buffer.nbytes)
+            self._ledger.give("grad", self.buffer)
         self.buffer = None

@@ -10,6 +10,9 @@ and closes when the gradients of all its inputs are computed. A unit may be free
 freeing earlier, when all its trainable parameters have their gradients, would pull frozen weights from
 under the rest of its backward. A call none of whose inputs needs a gradient never closes; there the
 trainable parameters are the ends of every path, so their completion is the end.
+A call is handed aliases of its inputs and listens to those. The inputs themselves may be read by others
+(every block of a decoder reads its encoder's output): their gradients are complete long after this call's
+part is, and often only after the unit before has begun its own backward and gathered the one before that.
 Under non-re-entrant checkpointing the forward that backward computes again may stop early, so its
 post-forward hook is never counted on, and it opens no call: the original one is open. Under re-entrant
 checkpointing the original forward ran without gradients; the one inside backward is the real call.
@@ -105,6 +108,8 @@ class Hooks:
         engine.forward_enter(unit, grad)
         if unit.is_root:
             args, kwargs = self._prepare_root(args, kwargs)
+        elif grad:
+            args, kwargs = _aliased((args, kwargs))
         inputs = _needing_grad((args, kwargs)) if grad else []
         call = Call(unit, closes=bool(inputs) and not unit.is_root) if grad else None
         self._calls.append(call)
@@ -112,7 +117,7 @@ class Hooks:
             unit.hooked_calls += 1
             if call.closes:
                 _when_all(inputs, lambda: call.close(engine))
-        return (args, kwargs) if unit.is_root else None
+        return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         if _inside_backward():
@@ -212,6 +217,18 @@ def _when_all(tensors: list[Tensor], then: Callable[[], None]) -> None:
         tensors[0].register_hook(lambda grad: then())
     else:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: then())
+
+
+def _aliased(value: Any) -> Any:
+    """The same arguments with an alias for each tensor that needs a gradient; what was one object stays one."""
+    aliases: dict[int, Tensor] = {}
+
+    def alias(tensor: Tensor) -> Tensor:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.requires_grad:
+            return tensor
+        return aliases.setdefault(id(tensor), tensor.view_as(tensor))
+
+    return tree_map_only(Tensor, alias, value)
 
 
 def _needing_grad(value: Any) -> list[Tensor]:

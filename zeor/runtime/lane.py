@@ -2,7 +2,7 @@
 
     full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
     mine    compute dtype, this rank's slice                a part of `full`, or memory of its own where `full` is freed
-    master  what the optimizer updates (fp32 or wider)      the same memory as compute where the dtypes are equal
+    master  what the optimizer updates (fp32 or wider)      see memory/master.py; only where the lane is trainable
     grads   see grads.py; only where the lane is trainable
 
 Packs the user's parameters at construction and unpacks them at the end. Knows the mesh to start
@@ -22,6 +22,7 @@ from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout, Segment, lay_out
 from zeor.memory.buffers import FullBuffer, Ledger
 from zeor.memory.formats import cast_into
+from zeor.memory.master import Master
 from zeor.memory.roles import Column, Residency
 from zeor.runtime.grads import GradLane
 
@@ -47,36 +48,34 @@ class Lane:
         self.updates_whole = column.update is Residency.FULL
         self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
         self.grads = GradLane(self.layout, key.reduce_dtype, column, mesh, ledger) if key.trainable else None
-        self.master: Tensor | None = None
-        self._pack(params)
+        self.master: Master | None = None
+        self._pack(params, ledger)
         self.full_params = [
             nn.Parameter(self.full.tensor(offset, shape), requires_grad=key.trainable)
             for offset, shape in zip(self.layout.offsets, self.layout.shapes)
         ]
         self._move: verbs.Move | None = None
-        self.gathered = True
 
     # ---- pack and unpack
 
-    @property
-    def _shares_master(self) -> bool:
-        return self.key.master_dtype == self.key.compute_dtype
-
     @torch.no_grad()
-    def _pack(self, params: Sequence[Tensor]) -> None:
+    def _pack(self, params: Sequence[Tensor], ledger: Ledger) -> None:
         """Rank 0's values into the buffers of every rank, by way of the master where there is one."""
         flat = self.full.flat
-        if self.key.trainable and not self._shares_master:
+        if self.key.master_dtype not in (None, self.key.compute_dtype):
             flat = torch.empty_like(flat, dtype=self.key.master_dtype)
         self.fill(flat, params)
         verbs.broadcast(self.mesh, flat, "broadcast of rank 0's parameters")
         if flat is not self.full.flat:
             cast_into(self.full.flat, flat)
         self.mine = self.slice_of(self.full.flat).clone() if self.frees else self.slice_of(self.full.flat)
-        if self._shares_master:
-            self.master = self.full.flat if self.updates_whole else self.mine
-        elif self.key.trainable:
-            self.master = flat if self.updates_whole or self.mesh.world == 1 else self.slice_of(flat).clone()
+        if self.key.trainable:
+            updated = self.full.flat if self.updates_whole else self.mine
+            if flat is self.full.flat:
+                values = updated
+            else:
+                values = flat if self.updates_whole or self.mesh.world == 1 else self.slice_of(flat).clone()
+            self.master = Master(values, updated, ledger)
 
     def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
         """Parameters side by side; gaps are zero."""
@@ -100,15 +99,13 @@ class Lane:
         flat = value.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
         if not self.frees:
             cast_into(self.part(self.full.flat, param), flat)
-        for segment in self.layout.segments(self.mesh.rank):
-            if segment.param == param and self.frees:
-                mine = self.mine[segment.offset : segment.offset + segment.numel]
-                cast_into(mine, flat[segment.start : segment.start + segment.numel])
         for segment in self.segments:
-            if segment.param == param and self.master is not None and not self._shares_master:
-                self.master[segment.offset : segment.offset + segment.numel].copy_(
-                    flat[segment.start : segment.start + segment.numel]
-                )
+            if segment.param == param:
+                mine = flat[segment.start : segment.start + segment.numel]
+                if self.master is not None:
+                    self.master.store(segment.offset, mine)
+                elif self.frees:
+                    self.mine[segment.offset : segment.offset + segment.numel].copy_(mine)
 
     # ---- gather and free
 
@@ -138,30 +135,15 @@ class Lane:
     def master_part(self, segment: Segment) -> Tensor:
         """One segment of the master; with the parameter's own shape where it is the whole parameter."""
         assert self.master is not None
-        part = self.master[segment.offset : segment.offset + segment.numel]
-        shape = self.layout.shapes[segment.param]
-        return part.view(shape) if segment.numel == self.layout.numels[segment.param] else part
-
-    @torch.no_grad()
-    def refresh_compute(self) -> None:
-        """compute is only ever a cast of the master."""
-        if self.master is None or self._shares_master:
-            return
-        cast_into(self.full.flat if self.updates_whole else self.mine, self.master)
-
-    @property
-    def compute_part(self) -> Tensor | None:
-        """What refresh_compute writes, or None where master and compute are one."""
-        if self.master is None or self._shares_master:
-            return None
-        return self.full.flat if self.updates_whole else self.mine
+        whole = segment.numel == self.layout.numels[segment.param]
+        return self.master.part(segment.offset, self.layout.shapes[segment.param] if whole else (segment.numel,))
 
     # ---- bytes
 
     def nbytes(self) -> dict[str, int]:
         """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""
-        compute = self.mine.untyped_storage().nbytes()
-        master = 0
-        if self.master is not None and not self._shares_master:
-            master = self.master.untyped_storage().nbytes()
-        return {"compute": compute, "master": master, "grad": self.grads.nbytes() if self.grads else 0}
+        return {
+            "compute": self.mine.untyped_storage().nbytes(),
+            "master": self.master.nbytes() if self.master else 0,
+            "grad": self.grads.nbytes() if self.grads else 0,
+        }

@@ -205,3 +205,4 @@ class Unit:
             if isinstance(module, nn.RNNBase):
                 # RNNs read a list of their own; it must follow.
                 module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]  # type: ignore[misc]
+                module._flat_weight_refs = [None] * len(module._flat_weights)  # weak ones would forbid swap_tensors
