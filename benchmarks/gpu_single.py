@@ -10,8 +10,8 @@
     python -m benchmarks.gpu_single --system fsdp2 --tiny --device cpu            # a check without a GPU
 
 With --world above 1 torch's fake process group stands for the other ranks: memory is that of one rank of
-many, but gathers leave whatever they find, so speeds compare only with other runs on the fake group, and
-losses mean nothing.
+many, and every collective delivers copies of this rank's own part (see imagine_values), so speeds compare only
+with other runs on the fake group, and losses mean nothing.
 Run several with `gpu_suite`, each in a process of its own.
 """
 
@@ -63,10 +63,45 @@ def start_group(options: argparse.Namespace) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
+        imagine_values(options.world)
         return
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1)
+
+
+def imagine_values(world: int) -> None:
+    """Let fake collectives deliver numbers: everybody else's part is a copy of this rank's own.
+
+    The fake group moves nothing, so full parameters would be whatever memory held: zeros, on which matrix
+    products run faster, or NaN. The copies cost every system the same.
+    """
+
+    def repeat(out: torch.Tensor, given: torch.Tensor) -> None:
+        rows = out.view(world, -1)
+        rows[1:].copy_(given)
+        if rows.data_ptr() != given.data_ptr():  # a gather in place has its own part there already
+            rows[0].copy_(given)
+
+    def deliver(name: str, fill: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        stock = getattr(dist, name, None)
+        if stock is None:
+            return
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            named = [
+                value for key, value in kwargs.items() if key in ("output", "output_tensor", "input", "input_tensor")
+            ]
+            out, given = [*args, *named][:2]
+            fill(out.view(-1), given.view(-1))
+            return stock(*args, **kwargs)
+
+        setattr(dist, name, collective)
+
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        deliver(name, repeat)
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+        deliver(name, lambda out, given: out.copy_(given.view(world, -1)[0]))
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -110,9 +145,9 @@ def prepare_fsdp2(model: Decoder, options: argparse.Namespace) -> Trained:
 
 def prepare_zeor(model: Decoder, options: argparse.Namespace) -> Trained:
     """World 1 leaves the process group to zeor, as a user would; an imagined world must be there before."""
-    zeor = importlib.import_module("zeor")
     if options.world > 1:
         start_group(options)
+    zeor = importlib.import_module("zeor")  # after imagine_values: it takes the collectives as it finds them
     extra = json.loads(options.zeor)
     sharded, optimizer = zeor.shard(model, adamw(model), stage=options.stage, precision="bf16", **extra)
     clip = None if options.stock_clip else (lambda limit: zeor.clip_grad_norm_(sharded, limit))

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -120,6 +121,10 @@ def check_exchange() -> None:
     with pytest.raises(RuntimeError, match=r"'head.bias' was removed"):
         with zeor.full_params(model, write=True):
             model.head.bias = None
+    with pytest.raises(RuntimeError, match=r"'head.bias' was removed inside zeor.full_params \(on rank 1\)"):
+        with zeor.full_params(model, write=True):
+            if dist.get_rank() == 1:
+                model.head.bias = None
     with pytest.raises(KeyError, match="of the user's own"):
         with zeor.full_params(model, write=True):
             raise KeyError("of the user's own")
@@ -141,6 +146,11 @@ def check_forward_inside(stage: int) -> None:
             torch.testing.assert_close(model(x), plain(x), **loops.TIGHT)
         assert all(type(param) is nn.Parameter for param in model.parameters())
         twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        with zeor.full_params(model):
+            assert type(model.head.weight) is nn.Parameter
+        assert type(model.head.weight) is nn.Parameter
         torch.save(model.state_dict(), io.BytesIO())
         assert zeor.traffic(model)["collectives"] == before
     loops.train(model, optimizer, range(2), loops.own_loss)
@@ -148,6 +158,8 @@ def check_forward_inside(stage: int) -> None:
     collectives = zeor.traffic(model)["collectives"]
     with torch.no_grad():
         torch.testing.assert_close(twin(x), loops.net()(x), **loops.TIGHT)
+    file.seek(0)
+    loops.assert_equal(loops.values(torch.load(file, weights_only=False)), loops.values(twin))
     loops.joint_loss(twin, 0).backward()
     assert twin.head.weight.grad is not None and model.head.weight.grad is None
     assert zeor.traffic(model)["collectives"] == collectives, "the copy has nothing to do with the ranks"
@@ -212,14 +224,14 @@ def test_loading_plain_tensors_refreshes_the_masters(ranks, stage, precision):
 def check_bad_loads() -> None:
     model, _ = sharded(3)
     before, good = full_values(model), loops.values(loops.net(seed=8))
-    with pytest.raises(RuntimeError, match="head.weight"):
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
         model.load_state_dict({**good, "head.weight": torch.zeros(2, 2)})
     model.load_state_dict(before)
-    with pytest.raises(RuntimeError, match="Missing key.*head.bias"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
         model.load_state_dict({name: value for name, value in good.items() if name != "head.bias"})
     with pytest.raises(RuntimeError, match="assign=True"):
         model.load_state_dict(good, assign=True)
-    with pytest.raises(RuntimeError, match="zeor.full_params"), torch.no_grad():
+    with pytest.raises(RuntimeError, match=r"zeor\.full_params"), torch.no_grad():
         model.head.bias.copy_(torch.zeros(5))  # loading is over: writes are refused again
     assert all(param.numel() for param in model.parameters())
 
@@ -271,11 +283,6 @@ def check_buffers(sync: bool, stage: int) -> list[float]:
     return before
 
 
-def reference_buffers() -> list[float]:
-    """Rank 0's buffers before each training forward, as DDP sends them, seen from rank 1."""
-    return []
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_buffers_are_each_ranks_own_unless_synchronised(ranks, stage):
     own = ranks(check_buffers, 2, False, stage)
@@ -316,7 +323,7 @@ class Watch(nn.Module):
 def check_precision(stage: int, name: str, compute: torch.dtype) -> None:
     model = Watch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    zeor.shard(model, optimizer, stage=stage, precision=name)
+    zeor.shard(model, optimizer, stage=stage, precision=name, units=[])  # forward looks at all from the root
     out = model(torch.rand(3, 6), torch.arange(3), scale=torch.ones(()))
     assert model.seen == {
         "x": compute,
@@ -356,12 +363,13 @@ def check_bytes(stage: int) -> dict[str, int]:
 
 def test_bytes_follow_the_precision(ranks):
     numel = 64 * 64
-    full = {"compute": 2 * numel, "grad": 4 * numel, "master": 4 * numel, "moments": 8 * numel}
+    # The master costs two bytes: compute is its upper half.
+    full = {"compute": 2 * numel, "grad": 4 * numel, "master": 2 * numel, "moments": 8 * numel}
     found = {stage: ranks(check_bytes, 2, stage)[0] for stage in STAGES}
     assert {role: found[0][role] for role in full} == full
     assert {role: found[3][role] for role in full} == {role: nbytes // 2 for role, nbytes in full.items()}
     assert found[1]["compute"] == found[2]["compute"] == 2 * numel
-    assert found[1]["master"] == found[2]["master"] == 2 * numel
+    assert found[1]["master"] == found[2]["master"] == numel
     assert found[2]["grad"] == 2 * numel
 
 
@@ -400,7 +408,7 @@ def check_no_sync(stage: int) -> None:
                 loops.own_loss(model, 10 * round_ + micro).backward()
         assert zeor.traffic(model)["calls"].get("reduce", 0) == before, "nothing is reduced inside"
         assert model.head.weight.grad is not None
-        with pytest.raises(RuntimeError, match="inside zeor.no_sync and is not reduced yet"):
+        with pytest.raises(RuntimeError, match=r"inside zeor\.no_sync and is not reduced yet"):
             model.head.weight.grad.norm()
         loops.own_loss(model, 10 * round_ + 2).backward()
         for micro in range(3):
@@ -579,8 +587,17 @@ def live_tensors() -> int:
     return sum(1 for thing in gc.get_objects() if issubclass(type(thing), Tensor))
 
 
+def settles(measure: Callable[[], int], limit: int, seconds: float = 5.0) -> bool:
+    """Whether the measure comes down to the limit: Gloo's threads let go of a tensor a moment after the wait."""
+    deadline = time.monotonic() + seconds
+    while measure() > limit and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return measure() <= limit
+
+
 def check_teardown(stage: int) -> None:
-    sizes = []
+    loops.train(*sharded(stage), range(1), loops.own_loss)  # what torch itself makes once and keeps
+    before = live_tensors()
     for _ in range(5):
         model, optimizer = sharded(stage)
         loops.train(model, optimizer, range(2), loops.own_loss)
@@ -590,8 +607,7 @@ def check_teardown(stage: int) -> None:
         del model, optimizer
         gc.collect()
         assert [ref() for ref in refs if ref() is not None] == []
-        sizes.append(live_tensors())
-    assert len(set(sizes)) == 1, sizes
+        assert settles(live_tensors, before)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -628,18 +644,18 @@ def check_flat_memory(stage: int) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     zeor.shard(model, optimizer, stage=stage)
-    counts, reports = {}, {}
+    tensors, report, objects = 0, {}, 0
     for step in range(1, 501):
         loops.own_loss(model, step % 7).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step in (50, 500):
-            counts[step], reports[step] = live_tensors(), zeor.report(model)
-            objects = len(gc.get_objects())
-            counts[-step] = objects
-    assert counts[50] == counts[500] and reports[50] == reports[500]
-    assert counts[-500] <= counts[-50] + 50, "no Python object piles up either"
+        if step == 50:
+            time.sleep(0.2)
+            tensors, report, objects = live_tensors(), zeor.report(model), len(gc.get_objects())
+    assert zeor.report(model) == report
+    assert settles(live_tensors, tensors), "tensors pile up"
+    assert settles(lambda: len(gc.get_objects()), objects + 50), "Python objects pile up"
 
 
 @pytest.mark.long

@@ -37,6 +37,14 @@ class Sharded:
     def __init__(self, engine: Engine, hooks: Hooks):
         self.engine, self.hooks = engine, hooks
         self.steppers: list[Stepper] = []
+        self.shown = False  # inside full_params
+
+    # A model copied or pickled inside full_params is a plain one.
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 # Kept on the model itself, so that model and engine go together when the user lets go of them.
@@ -70,7 +78,7 @@ def shard(
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
     optimizers = _as_list(optimizer)
-    if _ATTRIBUTE in vars(model):
+    if vars(model).get(_ATTRIBUTE) is not None:
         return _add_optimizers(model, optimizer, optimizers, options or units or mesh)
     plan = Plan.parse(options)
     _refuse_nested(model)
@@ -221,20 +229,29 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> Iterator[nn.Module]:
     """Inside, the model holds plain, full parameters (and, with grads=True, their full gradients): read them,
-    save them, export them. With write=True rank 0's changes reach every rank and the fp32 masters. Every rank
-    of the mesh must enter; a rank's memory grows by the whole model."""
-    engine = _state(model).engine
-    params = full.all_values(engine)
+    save them, export them, run or copy the model as a plain one. With write=True rank 0's changes reach every
+    rank and the fp32 masters. Every rank of the mesh must enter; a rank's memory grows by the whole model."""
+    state = _state(model)
+    if state.shown:
+        if write or grads:
+            raise RuntimeError("zeor.full_params is open already; ask for write= or grads= in the outer one.")
+        yield model
+        return
+    engine, params = state.engine, full.all_values(state.engine)
     if grads:
         full.attach_grads(engine, params)
+    state.hooks.pause()
     full.show(engine, params)
+    state.shown = True
     try:
         yield model
         if write:
             full.check_unchanged(engine, params)
             full.write_back(engine, params)
     finally:
+        state.shown = False
         full.hide(engine)
+        state.hooks.resume()
 
 
 @torch.no_grad()

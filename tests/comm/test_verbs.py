@@ -68,10 +68,15 @@ def summed(parts: list[Tensor], factor: float) -> Tensor:
     return (total * factor if factor != 1.0 else total).to(parts[0].dtype)
 
 
+def start_reduce(mesh: Mesh, full: Tensor, factor: float = 1.0) -> verbs.Move:
+    received = full.new_empty(verbs.reduce_receives(mesh, full.numel()))
+    return verbs.reduce(mesh, full, received, factor, "reduce")
+
+
 def check_reduce(mesh: Mesh, dtype: torch.dtype, factor: float) -> None:
     everyone = [values(rank, mesh.world * NUMEL, dtype) for rank in range(mesh.world)]
     mine = slice(mesh.rank * NUMEL, (mesh.rank + 1) * NUMEL)
-    result = verbs.reduce(mesh, everyone[mesh.rank].clone(), factor, "reduce").wait()
+    result = start_reduce(mesh, everyone[mesh.rank].clone(), factor).wait()
     assert same_bits(result, summed([full[mine] for full in everyone], factor))
 
 
@@ -104,7 +109,7 @@ def check_traffic(mesh: Mesh) -> None:
     mesh.traffic.reset()
     others, nbytes = mesh.world - 1, NUMEL * 4
     verbs.gather(mesh, torch.zeros(mesh.world * NUMEL), torch.zeros(NUMEL), "gather").wait()
-    verbs.reduce(mesh, torch.zeros(mesh.world * NUMEL), 0.5, "reduce").wait()
+    start_reduce(mesh, torch.zeros(mesh.world * NUMEL)).wait()
     verbs.gather_vector(mesh, torch.zeros(3), "vector")
     counted = mesh.traffic.summary()
     if others == 0:
@@ -148,7 +153,7 @@ def several_moves() -> list[bool]:
     everyone = [values(rank, mesh.world * NUMEL, torch.float32) for rank in range(mesh.world)]
     fulls = [torch.empty(mesh.world * NUMEL) for _ in range(3)]
     gathers = [verbs.gather(mesh, full, everyone[mesh.rank][:NUMEL] + i, "gather") for i, full in enumerate(fulls)]
-    reduces = [verbs.reduce(mesh, everyone[mesh.rank] + i, 1.0, "reduce") for i in range(3)]
+    reduces = [start_reduce(mesh, everyone[mesh.rank] + i) for i in range(3)]
     mine = slice(mesh.rank * NUMEL, (mesh.rank + 1) * NUMEL)
     right = []
     for i in (2, 0, 1):

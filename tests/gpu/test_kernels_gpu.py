@@ -301,7 +301,7 @@ def test_an_update_of_nothing_keeps_every_bit_of_a_split_master(device):
     grad = torch.zeros_like(master, dtype=torch.bfloat16)
     run = split_of(SGDRun(master, grad))
     before = copy_of(run)
-    sgd_pass(run, SGDSettings(lr=0.5))  # not 0.0: before Triton 3.9 minus 0.0 is +0.0, and -0.0 loses its sign
+    sgd_pass(run, SGDSettings(lr=0.5))  # not 0.0: Triton 3.6 negates it to +0.0, and -0.0 loses its sign
     assert_same_bits(run, before)
 
 

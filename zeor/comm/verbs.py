@@ -14,6 +14,7 @@ cuts its messages, so it is the same bits at every stage, and each rank sends th
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,20 @@ class Move:
             self._work = self._finish = None
         assert self._result is not None
         return self._result
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether wait() will hold the host no longer than that; on an accelerator it never does."""
+        if self._work is None or self._work.is_completed():
+            return True
+        if seconds and self._mesh.device.type != "cpu":
+            return True
+        if not seconds:
+            return False
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return self._work.is_completed()  # late, or failed: then wait() says how
+        return True
 
 
 def gather(mesh: Mesh, full: Tensor, mine: Tensor, label: str) -> Move:

@@ -30,6 +30,7 @@ class Run:
     begin: int
     end: int
     segments: list[torch.nn.Parameter]
+    params: list[int]  # their indices in the lane
 
 
 class OnePass:
@@ -64,14 +65,15 @@ class OnePass:
     def update(self, work: list[list[Tensor]], lanes: list[Lane]) -> None:
         for lane in lanes:
             grads = lane.grads
-            assert grads is not None and grads.sum is not None
+            assert grads is not None
             common, factor = grads.common_scale()
             if not common:
                 grads.apply_scales()
                 factor = None
             scale = self._as_scale(factor, lane)
             for run in self._runs(lane, work):
-                self._launch(lane, run, grads.sum, scale)
+                grad = grads.local(run.params[0]) if grads.adopts else grads.sum[run.begin : run.end]  # type: ignore[index]
+                self._launch(lane, run, grad, scale)
                 for segment in run.segments:
                     self._ages[segment] = run.age + 1
                 steps = [self._optimizer.state[s]["step"] for s in run.segments if self._adam]
@@ -97,11 +99,13 @@ class OnePass:
         for where, group, segment in sorted(found, key=lambda item: item[0].offset):
             age = self._ages[segment]
             last = runs[-1] if runs else None
-            if last and last.end == where.offset and (last.group, last.age) == (group, age):
+            together = lane.grads is not None and not lane.grads.adopts  # adopted gradients lie each for itself
+            if together and last and last.end == where.offset and (last.group, last.age) == (group, age):
                 last.end += where.numel
                 last.segments.append(segment)
+                last.params.append(where.param)
             else:
-                runs.append(Run(group, age, where.offset, where.offset + where.numel, [segment]))
+                runs.append(Run(group, age, where.offset, where.offset + where.numel, [segment], [where.param]))
         return runs
 
     def _take_over(self, lane: Lane, param: Tensor, segment: torch.nn.Parameter) -> None:
@@ -140,10 +144,10 @@ class OnePass:
         remainder = None if master.remainder is None else master.remainder[part]
         moments = [self._flat[id(lane), name][part] for name in self._names()]
         if self._adam:
-            adam = kernels.AdamRun(values, grad[part], moments[0], moments[1], compute, remainder)
+            adam = kernels.AdamRun(values, grad, moments[0], moments[1], compute, remainder)
             kernels.adam_pass(adam, kernels.AdamSettings.from_group(self._optimizer, group), run.age + 1, scale)
         else:
-            sgd = kernels.SGDRun(values, grad[part], moments[0] if moments else None, compute, remainder)
+            sgd = kernels.SGDRun(values, grad, moments[0] if moments else None, compute, remainder)
             kernels.sgd_pass(sgd, kernels.SGDSettings.from_group(group), run.age == 0, scale)
 
 

@@ -50,11 +50,6 @@ class Segments:
         """The segment this rank updates, or None where it has none."""
         return self._of.get(id(param))
 
-    def grad_of(self, param: Tensor, lane_grad: Tensor) -> Tensor:
-        """The part of a lane's gradient that belongs to a segment, in its shape."""
-        segment = self._at[id(param)]
-        return lane_grad[segment.offset : segment.offset + segment.numel].view(self._of[id(param)].shape)
-
     def cut(self, param: Tensor, value: Any) -> Any:
         """One entry of a parameter's state: whole tensors are cut, everything else is kept. What was made in the
         parameter's dtype is as wide as its master from here on."""

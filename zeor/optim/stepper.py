@@ -23,7 +23,7 @@ from zeor.optim.probe import Kind, probe, raw_step
 from zeor.optim.segments import Segments
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
-from zeor.runtime.unit import Unit
+from zeor.runtime.unit import Slot, Unit
 
 _REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
 _COUNTERS = ("step", "eta", "mu")  # state of one number per parameter, whatever its shape
@@ -80,6 +80,7 @@ class Stepper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.engine.recover_backward()
         self._check_reduced()
         if self.engine.plain:
             self.engine.heed_plain_grads()
@@ -137,12 +138,10 @@ class Stepper:
 
     def _stock_update(self, work: list[list[Tensor]], lanes: list[Lane]) -> None:
         """The optimizer's own step over segments, with the groups showing only these."""
-        ready = {lane: _master_gradient(lane) for lane in lanes}
-        widened = [grad for lane, grad in ready.items() if lane.grads is not None and grad is not lane.grads.sum]
-        widened_nbytes = sum(grad.numel() * grad.itemsize for grad in widened)
-        self.engine.ledger.add("update", widened_nbytes)
         for lane in lanes:
+            _settle_scales(lane)
             lane.master.fetch()  # type: ignore[union-attr]
+        widened_nbytes = 0
         groups, kept = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
         given: list[torch.nn.Parameter] = []
         try:
@@ -151,11 +150,14 @@ class Stepper:
                 for param in params:
                     segment = self.segments.of(param)
                     if segment is not None:
-                        segment.grad = self.segments.grad_of(param, ready[self.segments.slots[id(param)].lane])
+                        slot = self.segments.slots[id(param)]
+                        segment.grad = _master_gradient(slot, segment)
+                        widened_nbytes += segment.grad.nbytes if slot.lane.grads.dtype != segment.dtype else 0  # type: ignore[union-attr]
                         group["params"].append(segment)
                         given.append(segment)
             if self.kind.separable:  # an optimizer with counters in its groups must see them all
                 self.optimizer.param_groups = [group for group in groups if group["params"]]
+            self.engine.ledger.add("update", widened_nbytes)
             if given or not self.kind.separable:
                 self._raw_step(self.optimizer)
         finally:
@@ -217,16 +219,25 @@ class Stepper:
         return sum(storages.values())
 
 
-def _master_gradient(lane: Lane) -> Tensor:
-    """A lane's gradient as the master's dtype, with remembered factors applied in that dtype."""
+def _settle_scales(lane: Lane) -> None:
+    """Remembered factors are multiplied into the sum where it is as wide as the master, so that the user sees
+    what was used; else into the wide copy that is made of each part."""
     grads = lane.grads
-    assert grads is not None and grads.sum is not None and lane.master is not None
-    common, factor = grads.common_scale()
-    if grads.sum.dtype == lane.master.dtype or not common:
+    assert grads is not None and lane.master is not None
+    if grads.dtype == lane.master.dtype:
         grads.apply_scales()
-        return grads.sum.to(lane.master.dtype)
-    wide = grads.sum.to(lane.master.dtype)
-    return wide if factor is None else wide.mul_(factor)
+
+
+def _master_gradient(slot: Slot, segment: torch.nn.Parameter) -> Tensor:
+    """One segment's gradient in the master's dtype and the segment's shape."""
+    grads = slot.lane.grads
+    assert grads is not None
+    part, factor = grads.local(slot.index), grads.scales[slot.index]
+    if part.dtype != segment.dtype:
+        part = part.to(segment.dtype)
+        if factor is not None:
+            part.mul_(factor)
+    return part.view(segment.shape)
 
 
 def check_kind(engine: Engine, optimizer: Optimizer) -> Kind:

@@ -10,13 +10,24 @@ Collectives are issued from the compute stream with async_op: the backend's own 
 what the compute stream has queued (writer of the slice -> gather, writer of the gradient -> reduce), and
 `Move.wait()` makes the compute stream wait for it (gather -> forward, reduce -> sum). Buffers are
 allocated and freed on the compute stream, after such a wait, so a freed buffer has no reader left.
+
+Note [After an exception]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A forward or backward that raised (out of memory, say, and the user goes on with the next batch) leaves units
+in their modules and a walk half done. It must have raised on every rank at the same place: then every rank
+has issued the same collectives and all that is left is to put things back. A failed forward is seen by a
+hook that always runs; a failed backward by the death of its end callback, which autograd drops unrun. The
+gradients of a failed backward are gone, and those it would have been added to.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +43,10 @@ from zeor.runtime import schedule as sched
 from zeor.runtime.first_batch import FirstBatch
 from zeor.runtime.lane import Lane, LaneKey
 from zeor.runtime.norms import Norms
-from zeor.runtime.order import Orders, Walk
+from zeor.runtime.order import Asked, Orders, Walk
 from zeor.runtime.reduces import Reducer
 from zeor.runtime.schedule import Action, Schedule, Traits
 from zeor.runtime.unit import Slot, Unit
-
-_NO_WALK = Walk([], set(), False)
-
 
 class Engine:
     def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
@@ -54,13 +62,15 @@ class Engine:
         self.trace: list[Action] | None = None
         self.first_batch = FirstBatch(mesh)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
-        self._in_backward = False
+        self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
+        self._open: list[Unit] = []  # units whose forward is running
         self._forward: Walk | None = None
         self._backward: Walk | None = None
         self._used: set[int] = set()  # units entered since the last step
         self._repeated: set[int] = set()  # units a pass enters more than once
         self._train = True
         self._stay: set[int] = set()  # units that must not be freed before the next step (create_graph)
+        self._diverged = False  # ranks have taken different paths in a forward since the last step
 
     # ---- building
 
@@ -109,11 +119,11 @@ class Engine:
         if self.trace is not None:
             self.trace.append(Action(verb, unit))
 
-    def _do(self, actions: Sequence[Action], walk: Walk) -> None:
+    def _do(self, actions: Sequence[Action], walk: Walk | None) -> None:
         for action in actions:
             unit = self.units[action.unit]
             if action.verb == "gather":
-                self._gather(unit, walk)
+                self._prefetch(unit, walk)
             elif action.verb == "wait":
                 self._arrive(unit, walk)
             elif action.verb == "swap_in":
@@ -125,21 +135,44 @@ class Engine:
             elif action.verb == "free":
                 self._free(unit)
 
-    def _issue(self, index: int) -> None:
-        self.record("gather", index)
-        self.units[index].start_gather()
-        if not self.plan.overlap:
-            self.units[index].wait()
+    def _prefetch(self, unit: Unit, walk: Walk | None) -> None:
+        if unit.frees and not unit.present and walk is not None:
+            walk.ahead(unit.index)
 
-    def _gather(self, unit: Unit, walk: Walk) -> None:
-        if unit.frees and not unit.present:
-            walk.gather(unit.index, self._issue, lambda index: self.units[index].free())
-
-    def _arrive(self, unit: Unit, walk: Walk) -> None:
+    def _arrive(self, unit: Unit, walk: Walk | None) -> None:
         """The unit's full parameters are there; gathered now if nobody thought of it before."""
-        self._gather(unit, walk)
+        if unit.frees and not unit.present:
+            if walk is not None:
+                walk.gather(unit.index)
+            else:
+                self.take_part(unit.index)  # called outside the model's forward: every rank does the same
         self.record("wait", unit.index)
         unit.wait()
+
+    # ---- what a walk needs, see order.py
+
+    def take_part(self, unit: int) -> None:
+        self.record("gather", unit)
+        self.units[unit].start_gather()
+        if not self.plan.overlap:
+            self.units[unit].wait()
+
+    def drop(self, unit: int) -> None:
+        self.units[unit].free()
+
+    def has(self, unit: int) -> bool:
+        return self.units[unit].present
+
+    def ask(self, asked: Asked) -> Asked:
+        """Nothing is exchanged where nothing can be asked for: no unit is freed, and nothing is told."""
+        alone = self.mesh.world == 1 or self.mesh.fake
+        if alone or not (asked.told or any(unit.frees for unit in self.units)):
+            return asked
+        wanted = [index in asked.units for index in range(len(self.units))]
+        values = torch.tensor([asked.again, *wanted, *asked.told], dtype=torch.int32)
+        again, *rest = verbs.agree_max(self.mesh, values, "agreement at the end of a pass").tolist()
+        units = [index for index in range(len(self.units)) if rest[index]]
+        return Asked(bool(again), units, rest[len(self.units) :])
 
     def _free(self, unit: Unit) -> None:
         if unit.frees and unit.index not in self._stay and unit.index not in self._repeated:
@@ -151,8 +184,9 @@ class Engine:
     def forward_enter(self, unit: Unit, train: bool) -> None:
         if unit.is_root:
             self._begin_forward(train)
-        walk = self._forward or _NO_WALK
-        if walk is not _NO_WALK:
+        self._open.append(unit)
+        walk = self._forward
+        if walk is not None:
             self._keep_if_repeated(unit, walk)
             walk.entered.append(unit.index)
         self._used.add(unit.index)
@@ -166,18 +200,24 @@ class Engine:
             self._repeated.add(unit.index)
 
     def _begin_forward(self, train: bool) -> None:
+        self.recover_forward()
+        self.recover_backward()
         self._train = train
         kind = orders.TRAIN if train else orders.EVAL
-        self._forward = Walk(self._orders[kind], self._resident(), kind not in self._orders.learned)
+        frees = any(unit.frees for unit in self.units)
+        self._forward = self._walk(kind, set(), told_count=2 if frees else 0)
 
-    def _resident(self) -> set[int]:
-        """Units no pass needs to gather."""
-        return {unit.index for unit in self.units if not unit.frees}
+    def _walk(self, kind: str, kept: set[int], told_count: int = 0) -> Walk:
+        """A pass over the units that are freed between uses, less those that every rank keeps from the last."""
+        order = [unit for unit in self._orders[kind] if self.units[unit].frees and unit not in kept]
+        return Walk(self, order, kind not in self._orders.learned, told_count)
 
     def forward_exit(self, unit: Unit) -> None:
+        if unit in self._open:
+            self._open.remove(unit)
         plan = self.schedule if self._train else self._eval_schedule
         actions = plan.at(sched.FORWARD_EXIT, unit.index)
-        self._do(actions or (Action("swap_out", unit.index), Action("free", unit.index)), _NO_WALK)
+        self._do(actions or (Action("swap_out", unit.index), Action("free", unit.index)), None)
         if unit.is_root:
             self._end_forward()
 
@@ -185,17 +225,27 @@ class Engine:
         walk, self._forward = self._forward, None
         if walk is None:
             return
-        walk.finish(self._issue, lambda index: self.units[index].free())
+        self._compare_paths(walk)
         kind = orders.TRAIN if self._train else orders.EVAL
         if kind not in self._orders.learned:
             self._orders.learn({kind: walk.entered})
             self._plan_step()
-            keep = {0, self.schedule.stays} if self._train else set()
-            for unit in self.units:  # what a first pass kept in case it was entered later
-                if unit.index not in keep:
-                    unit.free()
+        elif walk.extra:
+            self._orders.extend(kind, walk.extra)
+            self._plan_step()
+        keep = self._stay | self._repeated | ({0, self.schedule.stays} if self._train else {0})
+        for unit in self.units:  # kept, or gathered ahead, in case it was entered
+            if unit.frees and unit.present and unit.index not in keep:
+                unit.free()
         if not self._train:
             self._free(self.units[0])
+
+    def _compare_paths(self, walk: Walk) -> None:
+        """Ends a forward, telling the others a fingerprint of this rank's path through the units."""
+        path = hash(tuple(walk.entered)) & 0x7FFFFFFF
+        largest = walk.finish([path, -path] if any(unit.frees for unit in self.units) else [])
+        if largest and largest[0] != -largest[1]:
+            self._diverged = True
 
     # ---- backward
 
@@ -216,14 +266,13 @@ class Engine:
         """Once per backward, from its first event. The end is queued here too: see hooks.py."""
         if self._in_backward:
             return
-        self._in_backward = True
-        torch.autograd.Variable._execution_engine.queue_callback(self.backward_end)
-        resident = self._resident() | {0}
-        if self.schedule.stays is not None:
-            resident.add(self.schedule.stays)
-        learned = orders.BACKWARD in self._orders.learned
-        self._backward = Walk(self._orders[orders.BACKWARD], resident, not learned)
-        self.reducer.begin(self._orders[orders.REDUCE])
+        self.recover_backward()
+        end = functools.partial(self.backward_end)
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        kept = {0} if self.schedule.stays is None else {0, self.schedule.stays}
+        self._backward = self._walk(orders.BACKWARD, kept, self.reducer.told_count if self.sync else 0)
+        self.reducer.begin(self._orders[orders.REDUCE], self._diverged)
         self.norms.forget_all()
         for unit in self.units:
             for lane in unit.lanes:
@@ -268,7 +317,8 @@ class Engine:
 
     def _leave(self, unit: Unit) -> None:
         """Swap out and free, unless part of the unit's backward is still to come."""
-        if not unit.is_root and unit.open_calls == 0 and unit.endless_calls == 0 and unit.swapped:
+        over = unit.open_calls == 0 and unit.endless_calls == 0 and unit not in self._open
+        if not unit.is_root and over and unit.swapped:
             self.record("swap_out", unit.index)
             unit.swap_out()
             self._free(unit)
@@ -276,12 +326,14 @@ class Engine:
     @torch.no_grad()
     def backward_end(self) -> None:
         walk, self._backward = self._backward, None
-        self._in_backward = False
+        self._end = None
         assert walk is not None
-        walk.finish(self._issue, lambda index: self.units[index].free())
+        told = walk.finish(self.reducer.told() if self.sync else ())
         self._repeated_free()
         for unit in self.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
+            if unit in self._open:
+                continue  # this backward ran inside its forward (a force is the gradient of an energy)
             if unit.swapped or (unit.frees and unit.present):
                 self.record("swap_out", unit.index)
                 unit.swap_out()
@@ -289,7 +341,7 @@ class Engine:
         if not self.sync:
             self.reducer.end_unreduced()
         else:
-            self.reducer.end()
+            self.reducer.end(told)
         if self.plain:
             self._attach_grads()
         if not self.sync:
@@ -299,6 +351,9 @@ class Engine:
             if self.units[0].is_root:
                 reduced = [*(unit for unit in reduced if unit != 0), 0]
             self._orders.learn({orders.BACKWARD: walk.entered, orders.REDUCE: reduced})
+            self._plan_step()
+        elif walk.extra:
+            self._orders.extend(orders.BACKWARD, walk.extra)
             self._plan_step()
 
     def _attach_grads(self) -> None:
@@ -322,8 +377,39 @@ class Engine:
         self.norms.forget_all()
 
     def _repeated_free(self) -> None:
-        for index in self._repeated - self._stay:
+        for index in self._repeated - self._stay - {unit.index for unit in self._open}:
             self.units[index].free()
+
+    # ---- after an exception, see the Note at the top
+
+    @property
+    def _in_backward(self) -> bool:
+        return self._end is not None and self._end() is not None
+
+    def recover_forward(self) -> None:
+        """The model's forward is not running; if it seems so, it raised."""
+        if self._forward is not None:
+            self._forward = None
+            self._put_back()
+
+    def recover_backward(self) -> None:
+        """Before anything new: if the last backward raised, forget it."""
+        if self._backward is None or self._in_backward:
+            return
+        self._backward = self._end = None
+        self._put_back()
+        for unit in self.units:
+            unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
+        self.reducer.abandon()
+        self.norms.forget_all()
+        warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)
+
+    def _put_back(self) -> None:
+        self._open.clear()
+        for unit in self.units:
+            unit.swap_out()
+            if unit.frees and unit.index not in self._stay:
+                unit.free()
 
     # ---- step
 
@@ -348,6 +434,7 @@ class Engine:
     def end_step(self) -> None:
         self._used.clear()
         self._stay.clear()
+        self._diverged = False
         for unit in self.units:
             if unit.frees and not self._in_backward and self._forward is None:
                 unit.free()
@@ -375,12 +462,15 @@ class Engine:
         slot.lane.store(slot.index, value)
         slot.lane.wait()
 
-    def gather_grads(self, lane: Lane) -> list[Tensor]:
+    def gather_grads(self, lane: Lane) -> list[Any]:
         """Every gradient of a lane, full and flat; a collective where they rest as slices."""
         grads = lane.grads
-        assert grads is not None and grads.sum is not None
+        assert grads is not None and grads.reduced
         grads.apply_scales()
+        if grads.adopts:
+            return [grads.parts.get(param) for param in range(len(lane.layout.shapes))]
         total = grads.sum
+        assert total is not None
         if self.column.grad is not Residency.FULL and self.mesh.world > 1:
             full = torch.empty(lane.layout.numel, dtype=total.dtype, device=total.device)
             total = verbs.gather(self.mesh, full, total.contiguous(), "gather of gradients").wait()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeor.comm import verbs
+from zeor.comm.agree import exchange
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot
@@ -75,16 +76,26 @@ def hide(engine: Engine) -> None:
 
 
 def check_unchanged(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
-    """Inside a write context values may change; parameters may not be exchanged for others."""
-    for slot, param in params.items():
-        for module, attr in slot.owners:
-            found = module._parameters.get(attr)
-            if found is not param or tuple(param.shape) != slot.shape:
-                what = "removed" if found is None else f"replaced by one of shape {tuple(found.shape)}"
-                raise RuntimeError(
-                    f"Parameter {slot.name!r} was {what} inside zeor.full_params; only its values may change there. "
-                    "To change the model itself: zeor.unshard, change it, zeor.shard."
-                )
+    """Inside a write context values may change; parameters may not be exchanged for others. Raises on every rank,
+    so that none is left waiting for the others' values."""
+    mine = next((text for slot, param in params.items() if (text := _exchanged(slot, param))), "")
+    found = [mine] if engine.mesh.fake else exchange(engine.mesh, mine)
+    for rank, text in enumerate(found):
+        if text:
+            raise RuntimeError(
+                f"Parameter {text} inside zeor.full_params (on rank {rank}); only its values may change there. "
+                "To change the model itself: zeor.unshard, change it, zeor.shard."
+            )
+
+
+def _exchanged(slot: Slot, param: nn.Parameter) -> str:
+    for module, attr in slot.owners:
+        found = module._parameters.get(attr)
+        if found is None:
+            return f"{slot.name!r} was removed"
+        if found is not param or tuple(param.shape) != slot.shape:
+            return f"{slot.name!r} was replaced by one of shape {tuple(found.shape)}"
+    return ""
 
 
 @torch.no_grad()

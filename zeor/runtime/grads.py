@@ -6,6 +6,11 @@ Every backward outside no_sync reduces only its new gradient and adds it to the 
 no_sync the new gradient stays PARTIAL, summed in fp32. That one rule is what makes the stages equal
 in bits. A factor by which the user multiplied (a clip factor, a loss scale) is remembered in `scales`
 and applied in fp32 when the gradient is used. This module knows one lane; the engine orders lanes.
+
+Note [Adopted gradients]
+~~~~~~~~~~~~~~~~~~~~~~~~
+In a world of one there is nothing to send, so nothing needs to lie side by side: where no full-size buffer
+is kept, the tensors autograd made are adopted as they are, and `parts` holds them in place of `sum`.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ class GradLane:
         self.buffer: Tensor | None = None  # where new gradients arrive; PARTIAL
         self.partial: Tensor | None = None  # what no_sync has summed so far; PARTIAL, fp32
         self.sum: Tensor | None = None  # the running sum; SLICE or FULL as the column says
+        self.adopts = mesh.world == 1 and not column.grad_buffer  # see Note [Adopted gradients]
+        self.parts: dict[int, Tensor] = {}  # the running sum by parameter, flat, where gradients are adopted
         self.arrived = [False] * count  # came from autograd in this backward
         self.pending = [False] * count  # came, and is not reduced yet
         self.has = [False] * count  # the user has a gradient for this parameter
@@ -59,13 +66,21 @@ class GradLane:
         if grad.is_sparse:
             grad = grad.to_dense()
         if not sync and self.partial is None:
-            self.partial = self._allocate(torch.promote_types(self.reduce_dtype, torch.float32), "partial").zero_()
+            self.partial = self._allocate(_wide(self.reduce_dtype), "partial").zero_()
+        if self.adopts and self.partial is None:
+            self._adopt(param, grad)
+            return
         into = self._open_buffer() if self.partial is None else self.partial
         target = self._range(into, param).view(grad.shape)
         if self.pending[param] or self.partial is not None:
             target.add_(grad)
         else:
             target.copy_(grad)
+        self.arrived[param] = self.pending[param] = True
+
+    def _adopt(self, param: int, grad: Tensor) -> None:
+        new, kept = grad.to(self.reduce_dtype).contiguous().view(-1), self.parts.get(param)
+        self.parts[param] = new if kept is None else kept.to(_wide(kept.dtype)).add_(new)
         self.arrived[param] = self.pending[param] = True
 
     def _open_buffer(self) -> Tensor:
@@ -87,6 +102,9 @@ class GradLane:
     def start_reduce(self, factor: float, label: str) -> None:
         """PARTIAL -> SLICE of everything that arrived; zeros stand for what did not."""
         self.finish_reduce(label)
+        if self.adopts:
+            self._adopt_partial()
+            return
         buffer = self._open_buffer()
         if self.partial is not None:
             buffer.copy_(self.partial)
@@ -101,6 +119,20 @@ class GradLane:
         self._received = self._ledger.take("receive", received, self.reduce_dtype, self.mesh.device)
         self._move = verbs.reduce(self.mesh, buffer, self._received, factor, label)
 
+    def _adopt_partial(self) -> None:
+        """What no_sync summed becomes part of the sum, through the reduce dtype as in any other world."""
+        for param, pending in enumerate(self.pending):
+            if pending and self.partial is not None:
+                self._adopt(param, self._range(self.partial, param).to(self.reduce_dtype, copy=True))
+        if self.partial is not None:
+            self._release_partial()
+        self.arrived = [False] * len(self.arrived)
+        self.pending = [False] * len(self.pending)
+
+    def reduced_within(self, seconds: float) -> bool:
+        """Whether nothing is under way, or it arrives in time."""
+        return self._move is None or self._move.arrives_within(seconds)
+
     def finish_reduce(self, label: str) -> None:
         """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it."""
         if self._move is None:
@@ -112,7 +144,7 @@ class GradLane:
         self._ledger.give("receive", self._received)
         kept, self._kept = (self._kept, None) if self.column.grad_buffer else (self.sum, None)
         if kept is not None:
-            new = kept.to(torch.promote_types(kept.dtype, torch.float32)).add_(new)
+            new = kept.to(_wide(kept.dtype)).add_(new)
         if not self.column.grad_buffer:
             self.sum = new
             self._release_buffer()
@@ -142,14 +174,30 @@ class GradLane:
     def unreduced(self) -> bool:
         return self.partial is not None
 
+    @property
+    def reduced(self) -> bool:
+        """There is a sum to be used."""
+        return not self.unreduced and (self.sum is not None or bool(self.parts))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sum: wider than the reduce dtype once gradients were accumulated."""
+        if self.sum is not None:
+            return self.sum.dtype
+        return next(iter(self.parts.values())).dtype
+
     def local(self, param: int) -> Tensor:
         """This rank's part of one parameter's gradient, flat; empty where it holds none."""
+        if self.adopts:
+            return self.parts[param]
         assert self.sum is not None
         segment = self._where.get(param)
         return self.sum[:0] if segment is None else self.sum[segment.offset : segment.offset + segment.numel]
 
     def own(self, param: int) -> Tensor:
         """Its part inside this rank's slice: what norms are computed from, the same at every stage."""
+        if self.adopts:
+            return self.parts[param]
         assert self.sum is not None
         segment = self._own.get(param)
         if segment is None:
@@ -169,11 +217,11 @@ class GradLane:
 
     def apply_scales(self) -> None:
         """Multiply what was only remembered into the sum, in fp32 at least."""
-        if self.sum is None or all(s is None for s in self.scales):
+        if not self.reduced or all(s is None for s in self.scales):
             return
         self.widen()
         for param, scale in enumerate(self.scales):
-            if scale is not None and param in self._where:
+            if scale is not None and self.has[param] and param in self._where:
                 self.local(param).mul_(scale)
         self.scales = [None] * len(self.scales)
         self.folds += 1
@@ -185,15 +233,32 @@ class GradLane:
 
     def widen(self) -> None:
         """Make the sum fp32 or wider: it is about to be changed by more than a sum of gradients."""
-        assert self.sum is not None
-        self.sum = self.sum.to(torch.promote_types(self.sum.dtype, torch.float32))
+        if self.sum is not None:
+            self.sum = self.sum.to(_wide(self.sum.dtype))
+        self.parts = {param: part.to(_wide(part.dtype)) for param, part in self.parts.items()}
 
     # ---- the end of a gradient's life
+
+    def abandon(self) -> None:
+        """A backward raised half-way: what it brought cannot be told from what was there, so all of it goes."""
+        if self._move is not None:
+            self._move.wait()
+            self._move = None
+            self._ledger.give("receive", self._received)
+        if self.partial is not None:
+            self._release_partial()
+        if self.buffer is not None and not self.column.grad_buffer:
+            self._release_buffer()
+        self.sum = self._kept = None
+        self.parts.clear()
+        self.arrived, self.pending, self.has = ([False] * len(self.has) for _ in range(3))
+        self.scales = [None] * len(self.has)
 
     def drop(self, param: int) -> None:
         """The user set this gradient to None."""
         self.has[param] = self.pending[param] = False
         self.scales[param] = None
+        self.parts.pop(param, None)
         if self.partial is not None:
             self._range(self.partial, param).zero_()
             if not any(self.pending):
@@ -206,7 +271,7 @@ class GradLane:
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
         found = {}
-        for tensor in (self.buffer, self.sum):
+        for tensor in (self.buffer, self.sum, *self.parts.values()):
             if tensor is not None:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(found.values())
@@ -243,3 +308,7 @@ class GradLane:
         if self._buffer_is_transient:
             self._ledger.give("grad", self.buffer)
         self.buffer = None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

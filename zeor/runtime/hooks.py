@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -57,27 +58,41 @@ class Call:
 
 
 class Hooks:
-    """All hooks of one model; `remove()` takes them off again."""
+    """All hooks of one model; `remove()` takes them off again. Between `pause()` and `resume()` its modules have
+    none, so that they run, copy and pickle as plain ones."""
 
     def __init__(self, engine: Engine, model: nn.Module):
         self._engine, self._handles = engine, []
         self._model = weakref.ref(model)
         self._calls: list[Call | None] = []
         self._warned_autocast = False
+        self._paused: list[tuple[OrderedDict, int, Any]] = []
         for unit in engine.units:
             self._add_module_hooks(unit)
-        for slot in engine.slots:
-            if slot.lane.grads is not None:
-                self._handles.append(collect_from(slot.full, slot))
+        self._param_handles = [collect_from(s.full, s) for s in engine.slots if s.lane.grads is not None]
         holders = {module for slot in engine.slots for module, _ in slot.owners}
         for module in holders:
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
             self._handles.append(module.register_load_state_dict_post_hook(self._end_load))
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._param_handles):
             handle.remove()
-        self._handles.clear()
+
+    def pause(self) -> None:
+        for handle in self._handles:
+            for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+                hooks = ref()
+                if hooks is not None and handle.id in hooks:
+                    self._paused.append((hooks, handle.id, hooks.pop(handle.id)))
+
+    def resume(self) -> None:
+        # The same hooks under the same keys: code that was compiled with them stays valid.
+        for hooks, key, hook in self._paused:
+            hooks[key] = hook
+            if getattr(hook, "zeor_first", False):
+                hooks.move_to_end(key, last=False)
+        self._paused.clear()
 
     def _add_module_hooks(self, unit: Unit) -> None:
         module = unit.module
@@ -92,8 +107,16 @@ class Hooks:
         def after(module: nn.Module, args: tuple, output: Any) -> None:
             self._after_forward(unit, output)
 
+        before.zeor_first = True  # type: ignore[attr-defined]
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
+        if unit.is_root:
+
+            @torch._dynamo.disable
+            def always(module: nn.Module, args: tuple, output: Any) -> None:
+                self._engine.recover_forward()  # where forward raised, `after` did not run
+
+            self._handles.append(module.register_forward_hook(always, always_call=True))
 
     # ---- forward
 
@@ -175,7 +198,12 @@ class Hooks:
 
     # ---- loading
 
-    def _begin_load(self, module: nn.Module, state_dict: Any, *args: Any) -> None:
+    def _begin_load(self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict, *args: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would put other parameters in the place of sharded ones; "
+                "leave assign=True out: values are copied into this rank's part."
+            )
         self._engine.writing = True
 
     def _end_load(self, module: nn.Module, incompatible: Any) -> None:

@@ -56,7 +56,7 @@ class Norms:
     @torch.no_grad()
     def _compute(self, slots: list[Slot], ord: float) -> Tensor:
         grads = [slot.ready_grads() for slot in slots]
-        wide = torch.float64 if any(g.sum.dtype == torch.float64 for g in grads) else torch.float32
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         parts = [g.own(slot.index) for slot, g in zip(slots, grads)]
         held = [part for part in parts if part.numel()]
         found = iter(torch._foreach_norm(held, ord, dtype=wide) if held else ())

@@ -4,11 +4,22 @@ Collectives pair up by position: the n-th gather of one rank meets the n-th gath
 each pass (forward, forward without gradients, backward) walks one agreed order of units, and a rank
 that skips a unit still takes part in its gather. Orders start as registration order, are learned from
 the first pass of their kind, and are agreed once (rank 0's, then what only other ranks saw).
+
+Note [Rounds]
+~~~~~~~~~~~~~
+Ranks may take different paths (experts, data-dependent branches, an expert nobody used before). A pass is
+a number of rounds. The first is one gather of every unit of the order, by every rank, wanted or not. A
+rank that needs a unit the round has passed, or that is in no order, takes part in the rest of the round and
+then asks; a rank that is through asks for nothing. Asking is an exchange of all ranks: either everybody
+is through and the pass is over, or everybody plays another round (where a unit of the order was
+asked for: what comes next is probably its successors) or gathers just the units asked for.
+Nobody waits for anything but gathers and that exchange, so divergence costs rounds, never a hang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
@@ -38,39 +49,100 @@ class Orders:
             self._orders[kind] = list(merged)
             self.learned.add(kind)
 
+    def extend(self, kind: str, units: Sequence[int]) -> None:
+        """Units that a pass needed beside its order, as every rank knows: from now on they are in it."""
+        self._orders[kind] = list(dict.fromkeys([*self._orders[kind], *units]))
+
+
+class Asked(NamedTuple):
+    """One exchange of a pass: what this rank asks for, or, as the answer, what any rank did."""
+
+    again: bool  # another round
+    units: list[int]  # units that are in no order
+    told: list[int]  # numbers that travel along; the answer is the largest of each
+
+
+class Gatherer(Protocol):
+    """What a walk needs of the engine."""
+
+    def take_part(self, unit: int) -> None:
+        """Start the gather of a unit; it may be here already."""
+
+    def drop(self, unit: int) -> None:
+        """This rank had no use for it."""
+
+    def has(self, unit: int) -> bool:
+        """Here, or on its way."""
+
+    def ask(self, asked: Asked) -> Asked:
+        """Exchange with all ranks."""
+
 
 class Walk:
-    """One pass of gathers along an agreed order.
+    """One pass of gathers along an agreed order; see Note [Rounds].
 
-    `issue(unit)` starts a gather; `drop(unit)` frees a unit this rank did not want. In a pass whose
-    order is not learned yet, skipped units are kept until the end: they will probably be entered later.
+    In a pass whose order is not learned yet, skipped units are kept until the end: they will probably be
+    entered later. `told_count` numbers travel with each exchange, so that the end of backward needs no second.
     """
 
-    def __init__(self, order: Sequence[int], resident: set[int], keep_skipped: bool):
-        self._order = [unit for unit in order if unit not in resident]
+    def __init__(self, gatherer: Gatherer, order: Sequence[int], keep_skipped: bool, told_count: int = 0):
+        self._gatherer, self._keep_skipped, self._told_count = gatherer, keep_skipped, told_count
+        self._order = list(order)
         self._position = {unit: position for position, unit in enumerate(self._order)}
         self._next = 0
-        self._keep_skipped = keep_skipped
         self.entered: list[int] = []
+        self.extra: list[int] = []  # units any rank asked for that are in no order
 
-    def gather(self, unit: int, issue: Callable[[int], None], drop: Callable[[int], None]) -> None:
-        """Gather a unit, and take part in the gathers of those before it that this rank skipped."""
-        position = self._position.get(unit, -1)
-        if position < self._next:
-            # Entered again, or not expected at all: every rank is assumed to do the same.
-            issue(unit)
-            return
-        self._skip_to(position, issue, drop)
-        issue(unit)
-        self._next = position + 1
+    def ahead(self, unit: int) -> None:
+        """A unit will probably be needed soon: gather it, if its turn in this round is still to come."""
+        if self._position.get(unit, -1) >= self._next:
+            self._in_turn(unit)
 
-    def finish(self, issue: Callable[[int], None], drop: Callable[[int], None]) -> None:
-        """The pass ends: take part in the gathers this rank had no use for."""
-        self._skip_to(len(self._order), issue, drop)
+    def gather(self, unit: int) -> None:
+        """A unit is needed now and is not here."""
+        if self._position.get(unit, -1) < self._next:
+            self._skip_to(len(self._order))
+            again = unit in self._position
+            self._play(self._ask(again, [] if again else [unit], [0] * self._told_count), wanted=unit)
+        if not self._gatherer.has(unit):
+            self._in_turn(unit)
 
-    def _skip_to(self, position: int, issue: Callable[[int], None], drop: Callable[[int], None]) -> None:
+    def finish(self, told: Sequence[int] = ()) -> list[int]:
+        """The pass ends: play on until nobody needs anything. Returns the largest of what the ranks told."""
+        assert len(told) == self._told_count
+        while True:
+            self._skip_to(len(self._order))
+            answer = self._ask(False, [], list(told))
+            if not answer.again and not answer.units:
+                return answer.told
+            self._play(answer, wanted=None)
+
+    # ---- rounds
+
+    def _ask(self, again: bool, units: list[int], told: list[int]) -> Asked:
+        return self._gatherer.ask(Asked(again, units, told))
+
+    def _play(self, answer: Asked, wanted: int | None) -> None:
+        """What was asked for: single units at once, another round in its own time."""
+        for unit in answer.units:
+            self._take_part(unit, keep=unit == wanted)
+        self.extra.extend(answer.units)
+        if answer.again:
+            self._next = 0
+
+    def _in_turn(self, unit: int) -> None:
+        self._skip_to(self._position[unit])
+        self._gatherer.take_part(unit)
+        self._next = self._position[unit] + 1
+
+    def _skip_to(self, position: int) -> None:
         for skipped in self._order[self._next : position]:
-            issue(skipped)
-            if not self._keep_skipped:
-                drop(skipped)
+            self._take_part(skipped, keep=self._keep_skipped)
         self._next = max(self._next, position)
+
+    def _take_part(self, unit: int, keep: bool) -> None:
+        """A unit that is here already (kept for a second use) is gathered again, as the others need it, and stays."""
+        keep = keep or self._gatherer.has(unit)
+        self._gatherer.take_part(unit)
+        if not keep:
+            self._gatherer.drop(unit)

@@ -4,17 +4,24 @@ A unit whose gradients are all there is ready. Reduces are issued strictly in th
 ready unit waits for the ones before it; one that took no part in this step's forward sends zeros. Only
 one reduce is under way at a time, which bounds memory to two gradient buffers and one receive buffer.
 The end of backward agrees on what is left and on which parameters anybody had a gradient for.
+
+Note [Patience]
+~~~~~~~~~~~~~~~
+Waiting for the reduce under way before starting the next bounds memory. But where units are gathered in
+backward, two ranks on different paths could then wait for each other: one for a reduce the other has not
+come to, that one for a gather of the first. So where this step's forwards differed between ranks nothing is
+waited for until backward ends, and where they did not (a loss may still skip a branch on one rank) the host
+waits only so long. Both cost memory, never a bit of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.runtime.unit import Slot, Unit
+
+PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 2.0, 0.05  # at first, and once it has run out
 
 
 class Reducer:
@@ -22,10 +29,15 @@ class Reducer:
         self._mesh, self._units, self._factor, self._overlap = mesh, units, factor, overlap
         self._record = record
         self._slots = [slot for unit in units for slot in unit.slots if slot.lane.grads is not None]
-        self._under_way: Unit | None = None
-        self.begin([])
+        self._under_way: list[Unit] = []
+        self._patience = PATIENCE_SECONDS
+        self.begin([], diverged=False)
 
-    def begin(self, order: list[int]) -> None:
+    def begin(self, order: list[int], diverged: bool) -> None:
+        """A backward starts. `diverged`: ranks have taken different paths in this step's forwards."""
+        # Without gathers in backward nobody can wait for a rank that waits for it.
+        self._waits = not any(unit.frees for unit in self._units)
+        self._patience_left = 0.0 if diverged else self._patience
         self._order = [unit for unit in order if self._trains(self._units[unit])]
         self._next = 0
         self._ready: set[int] = set()
@@ -47,46 +59,69 @@ class Reducer:
             self._next += 1
 
     def _issue(self, unit: Unit) -> None:
-        if self._under_way is not None:
-            self._finish(self._under_way)
+        self._finish_earlier()
         self._record("reduce", unit.index)
         for lane in unit.lanes:
             if lane.grads is not None:
                 lane.grads.start_reduce(self._factor, f"reduce of the gradients of unit {unit.name!r}")
         self.issued.append(unit.index)
-        self._under_way = unit
+        self._under_way.append(unit)
         if not self._overlap:
-            self._finish(unit)
+            self._finish_earlier()
+
+    def _finish_earlier(self) -> None:
+        """Finish what is under way, as far as it may be waited for: see Note [Patience]."""
+        while self._under_way and (self._waits or self._in_time(self._under_way[0])):
+            self._finish(self._under_way[0])
+
+    def _in_time(self, unit: Unit) -> bool:
+        moves = [lane.grads for lane in unit.lanes if lane.grads is not None]
+        if all(grads.reduced_within(self._patience_left) for grads in moves):
+            return True
+        if self._patience_left:
+            self._patience_left, self._patience = 0.0, SHORT_PATIENCE_SECONDS
+        return False
 
     def _finish(self, unit: Unit) -> None:
         for lane in unit.lanes:
             if lane.grads is not None:
                 lane.grads.finish_reduce(f"unit {unit.name!r}")
-        self._under_way = None
+        self._under_way.remove(unit)
         self._record("finish", unit.index)
 
-    def end(self) -> None:
-        """Backward is over: reduce what is left, wait for everything, say who has a gradient."""
+    @property
+    def told_count(self) -> int:
+        return 1 + len(self._units) + len(self._slots)
+
+    def told(self) -> list[int]:
+        """What ranks must agree on at the end: how far anyone got, what is left, who has a gradient."""
         pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
-        had = [slot in self.new for slot in self._slots]
-        if self._mesh.world > 1 and not self._mesh.fake:
-            agreed = torch.tensor([self._next, *pending, *had], dtype=torch.int32)
-            values = verbs.agree_max(self._mesh, agreed, "agreement at the end of backward").tolist()
-            reached, pending, had = values[0], values[1 : 1 + len(pending)], values[1 + len(pending) :]
-        else:
-            reached = self._next
+        return [self._next, *pending, *(slot in self.new for slot in self._slots)]
+
+    def end(self, told: list[int]) -> None:
+        """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
+        largest of what each rank told."""
+        self._waits = True
+        reached, pending, had = told[0], told[1 : 1 + len(self._units)], told[1 + len(self._units) :]
         for position in range(self._next, reached):
             unit = self._units[self._order[position]]
-            pending[unit.index] = False
+            pending[unit.index] = 0
             self._issue(unit)
         for unit in self._units:
             if pending[unit.index]:
                 self._issue(unit)
-        if self._under_way is not None:
-            self._finish(self._under_way)
+        self._finish_earlier()
         for slot, anyone in zip(self._slots, had):
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.has[slot.index] = True
+
+    def abandon(self) -> None:
+        """Backward raised half-way."""
+        self._under_way.clear()
+        for unit in self._units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.abandon()
 
     def end_unreduced(self) -> None:
         """The same inside no_sync: nothing travels; this rank's own gradients are there."""

@@ -105,7 +105,7 @@ class Slot(Held):
         """The lane's gradients, once they are reduced."""
         grads = self.lane.grads
         assert grads is not None
-        if grads.unreduced or grads.sum is None:
+        if not grads.reduced:
             raise RuntimeError(
                 f"The gradient of {self.name!r} was computed inside zeor.no_sync and is not reduced yet; "
                 "run the last backward of the accumulation outside no_sync first."
