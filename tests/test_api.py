@@ -101,9 +101,12 @@ def check_full_write(stage: int, precision: str | None) -> None:
         group["weight_decay"] = 0.0
     loops.train(model, optimizer, range(1, 2), lambda m, s: loops.own_loss(m, s, torch.float32))
     loops.assert_equal(full_values(model), found)
-    out = model(torch.zeros(2, loops.FEATURES))
-    with zeor.full_params(model):
-        assert torch.equal(out.float(), model.head.bias.to(out.dtype).float().expand(2, 5)) or out.isfinite().all()
+    plain = loops.net(torch.float32)
+    plain.load_state_dict(found)
+    x, _ = loops.batch(3, torch.float32)
+    with torch.no_grad():
+        tolerance = 1e-5 if precision is None else 0.05
+        torch.testing.assert_close(model(x).float(), plain(x), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -501,7 +504,7 @@ def test_two_models_on_disjoint_ranks(ranks, stage):
 
 def check_device_mesh() -> None:
     found = train_on(init_device_mesh("cpu", (2,)), 3, seed=5)
-    other = train_on(None or dist.group.WORLD, 3, seed=5)
+    other = train_on(dist.group.WORLD, 3, seed=5)
     loops.assert_equal(found, other)
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"has 2 dimensions; give zeor the one to shard over, such as mesh\['dp'\]"):
@@ -521,7 +524,7 @@ def check_outsider() -> None:
     if dist.get_rank() == 0:
         zeor.shard(model, mesh=group)
     else:
-        with pytest.raises((ValueError, TypeError), match="mesh"):
+        with pytest.raises(ValueError, match="This rank is not in the mesh given to zeor"):
             zeor.shard(model, mesh=group)
 
 

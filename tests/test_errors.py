@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from tests import loops
 from zeor.memory.device import one_device
 
 TIMEOUT_SECONDS = 3.0
+# The timeout, the wait for the others' notes, the patience with a reduce under way, and a busy machine.
+GIVE_UP_SECONDS = TIMEOUT_SECONDS + TIMEOUT_SECONDS / 2 + 2.0 + 2.0
 
 
 def sgd(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
@@ -246,87 +250,100 @@ def test_a_step_after_no_sync_alone(ranks, stage):
 # ---- lost ranks
 
 
+def default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def be_elsewhere() -> str:
+    """Alive, but on another path until rank 0 has given up: a rank that is gone is noticed at once."""
+    default_store().wait(["rank 0 gave up"], timedelta(seconds=4 * GIVE_UP_SECONDS))
+    return ""
+
+
 def skip(what: str, stage: int) -> tuple[str, float]:
     """Rank 1 leaves something out; what rank 0 then says, and after how many seconds."""
     model = loops.net()
     _, optimizer = zeor.shard(model, sgd(model), stage=stage, timeout=TIMEOUT_SECONDS)
     loops.train(model, optimizer, range(2), loops.own_loss)
-    started = time.monotonic()
     if dist.get_rank() == 1:
-        # Alive but elsewhere, until the others have given up: a rank that is gone is noticed at once.
-        time.sleep(3 * TIMEOUT_SECONDS)
-        return "", 0.0
+        return be_elsewhere(), 0.0
+    started = time.monotonic()
     calls: dict[str, Callable[[], Any]] = {
         "forward": lambda: loops.own_loss(model, 2),
         "training": lambda: loops.train(model, optimizer, range(2, 4), loops.own_loss),
         "full_params": lambda: zeor.full_params(model).__enter__(),
     }
     text = sentence(calls[what], RuntimeError)
-    return text, time.monotonic() - started
+    seconds = time.monotonic() - started
+    default_store().set("rank 0 gave up", "")
+    return text, seconds
 
 
 @pytest.mark.parametrize(
     ("what", "stage", "operation"),
     [
         ("forward", 3, "gather of unit 'root'"),
-        ("training", 2, "reduce of the gradients of unit"),
+        ("training", 2, "agreement at the end of a pass (with the reduce of unit 'head' under way)"),
         ("full_params", 3, "gather of full parameters"),
     ],
 )
 def test_a_rank_that_skips_a_collective_is_named_within_the_timeout(ranks, what, stage, operation):
     (text, seconds), _ = ranks(skip, 2, what, stage)
-    assert operation in text and "rank 0 of 2" in text and "rank 1 did not take part" in text
-    assert f"did not complete within {TIMEOUT_SECONDS:g} s" in text
-    assert seconds < 3 * TIMEOUT_SECONDS
+    assert "on rank 0 of 2" in text and "rank 1 did not take part" in text
+    assert f"{operation} did not complete within {TIMEOUT_SECONDS:g} s" in text
+    assert seconds < GIVE_UP_SECONDS
 
 
-def skip_first_forward(what: str) -> str:
+def skip_first_forward() -> str:
     """The very first exchange of a run, before any order is learned."""
     model = loops.net()
     zeor.shard(model, sgd(model), stage=1, timeout=TIMEOUT_SECONDS)
     if dist.get_rank() == 1:
-        time.sleep(3 * TIMEOUT_SECONDS)
-        return ""
-    return sentence(lambda: loops.own_loss(model, 0).backward(), RuntimeError)
+        return be_elsewhere()
+    text = sentence(lambda: loops.own_loss(model, 0).backward(), RuntimeError)
+    default_store().set("rank 0 gave up", "")
+    return text
 
 
 def test_a_rank_that_never_runs_a_forward_is_named(ranks):
-    text, _ = ranks(skip_first_forward, 2, "")
-    assert "did not complete within 3 s" in text and "rank 1 did not take part" in text
+    text, _ = ranks(skip_first_forward, 2)
+    assert "comparison of the ranks' first batches did not complete within 3 s" in text
+    assert "rank 1 did not take part" in text
 
 
 def elsewhere() -> str:
     """Both wait, for different things: each is told where the other is."""
     model = loops.net()
-    _, optimizer = zeor.shard(model, sgd(model), stage=3, timeout=TIMEOUT_SECONDS)
-    loops.train(model, optimizer, range(1), loops.own_loss)
+    zeor.shard(model, sgd(model), stage=3, timeout=TIMEOUT_SECONDS)
+    loops.own_loss(model, 0).backward()
     if dist.get_rank() == 1:
-        loss = loops.own_loss(model, 1)
-        return sentence(loss.backward, RuntimeError)
-    return sentence(lambda: zeor.full_params(model).__enter__(), RuntimeError)
+        return sentence(lambda: zeor.clip_grad_norm_(model, 1.0), RuntimeError)
+    return sentence(lambda: loops.own_loss(model, 1), RuntimeError)
 
 
 def test_ranks_on_different_paths_raise_on_both(ranks):
-    for rank, text in enumerate(ranks(elsewhere, 2)):
-        assert text.startswith("zeor: ") and f"on rank {rank} of 2" in text
+    first, second = ranks(elsewhere, 2)
+    assert "gather of unit 'root'" in first and "rank 1 was at norms of the gradients" in first
+    assert "norms of the gradients" in second and "rank 0 was at gather of unit 'root'" in second
 
 
-def fail_in_mid_step() -> None:
-    """Run by zeor.launch: rank 1 dies between forward and backward of its third step."""
+def fail_in_mid_step(note: str) -> None:
+    """Run by zeor.launch: rank 1 dies between forward and backward of its third step, and notes when."""
     model = loops.net()
     _, optimizer = zeor.shard(model, sgd(model), stage=3)
     for step in range(10):
         loss = loops.own_loss(model, step)
         if step == 2 and dist.get_rank() == 1:
+            Path(note).write_text(str(time.monotonic()))
             raise ArithmeticError("lost my marbles")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_one_rank_raising_in_mid_step_ends_all():
-    started = time.monotonic()
+def test_one_rank_raising_in_mid_step_ends_all(tmp_path):
     with pytest.raises(zeor.RankError, match="ArithmeticError: lost my marbles") as caught:
-        zeor.launch(fail_in_mid_step, ranks=3, threads=1)
+        zeor.launch(fail_in_mid_step, str(tmp_path / "note"), ranks=3, threads=1)
+    seconds = time.monotonic() - float((tmp_path / "note").read_text())
     assert caught.value.rank == 1 and "in fail_in_mid_step" in str(caught.value)
-    assert time.monotonic() - started < 15 + 30, "15 s from the error; the rest is starting three ranks"
+    assert seconds < 15

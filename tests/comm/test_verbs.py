@@ -172,7 +172,7 @@ def test_moves_may_overlap(ranks: Callable[..., list[Any]]) -> None:
 def exchanged(unequal: bool) -> list[Any]:
     mesh = mesh_here()
     value = {"rank": mesh.rank, "text": "ä" * (mesh.rank if unequal else 3), "nothing": None}
-    return exchange(mesh, value)
+    return exchange(mesh, value, "exchange of values")
 
 
 @pytest.mark.parametrize("world", WORLDS)

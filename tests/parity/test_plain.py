@@ -39,6 +39,7 @@ from tests.parity.models import (
     reference,
     train,
 )
+from zeor.runtime import reduces
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3, 4)
@@ -390,6 +391,38 @@ def test_loop(ranks, loop):
     ranks(compare_loop, 2, loop, timeout=60)
 
 
+def two_models(stage: int | None) -> Run:
+    """A generator and its critic, sharded each for itself, trained in turns through each other."""
+    torch.manual_seed(2)
+    models = [Mlp().double(), nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    if stage is not None:
+        for model, optimizer in zip(models, optimizers):
+            zeor.shard(model, optimizer, stage=stage)
+    maker, critic = models
+    for step in range(3):
+        parts = parts_of(step, dist.get_world_size())
+        parts = parts if stage is None else [parts[dist.get_rank()]]
+        mean([critic(maker(x).detach()).mean() - critic(y).mean() for x, y in parts]).backward()
+        finish(optimizers[1])
+        (-mean([critic(maker(x)).mean() for x, _ in parts])).backward()
+        finish(optimizers[0])
+        optimizers[1].zero_grad()
+    states = [full_state(model) if stage is not None else dict(model.named_parameters()) for model in models]
+    return Run({f"{number}.{k}": v.detach() for number, state in enumerate(states) for k, v in state.items()}, [], [])
+
+
+def compare_two_models() -> None:
+    want = two_models(None)
+    for stage in STAGES:
+        difference = largest(two_models(stage), want)
+        assert difference <= 1e-10, f"stage {stage}: off by {difference:.2e}"
+
+
+def test_two_models_trained_through_each_other(ranks):
+    ranks(compare_two_models, 2, timeout=60)
+
+
 # ---- models that use their units in unusual ways
 
 
@@ -497,6 +530,34 @@ class ManyOutputs(Mlp):
         return self.last(state["x"])
 
 
+class Force(Mlp):
+    """A backward inside forward: the output is the gradient of an energy. The root computes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = super().forward(x).pow(2).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.scale * force[..., :2]
+
+
+class InnerForce(Mlp):
+    """The same inside one unit."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(y).tanh().sum(), y, create_graph=True)
+            return super().forward(x) + slope
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(5, 5) for _ in range(3))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "siamese": Siamese,
     "no_grad": Stopped,
@@ -508,6 +569,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "recurrent": Recurrent,
     "many outputs": ManyOutputs,
+    "force": Force,
+    "force of a unit": InnerForce,
 }
 
 
@@ -558,6 +621,87 @@ def test_unused_on_all_or_one_rank(ranks, positive):
 @pytest.mark.parametrize("positive", [(True, False, True), (False, False, True)])
 def test_unused_on_one_of_three(ranks, positive):
     ranks(compare_loop, 3, choose(positive), Choice, timeout=60)
+
+
+class Path(Mlp):
+    """Which layers are used, and in which order, is decided from outside."""
+
+    path: Sequence[int] = (0, 1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for number in self.path:
+            x = x + torch.tanh(self.layers[number](x))
+        return self.last(x)
+
+
+def along(paths: Sequence[Sequence[Sequence[int]]]) -> Loop:
+    """In its n-th step a loop takes, on rank r, the path paths[n][r]."""
+
+    def loop(model: nn.Module, optimizer: Any, parts: Parts) -> list[bool]:
+        step = model.steps = getattr(model, "steps", -1) + 1
+        losses = []
+        for rank, (x, y) in enumerate(parts):
+            model.path = paths[step][rank if len(parts) > 1 else dist.get_rank()]
+            losses.append(mse_loss(model(x), y))
+        mean(losses).backward()
+        has = [p.grad is not None for p in model.parameters()]
+        finish(optimizer)
+        return has
+
+    return loop
+
+
+PATHS = {
+    "first used late": [[[0, 1]] * 2, [[0, 1]] * 2, [[0, 1, 2]] * 2, [[0, 1, 2, 3]] * 2],
+    "first used late on one rank": [[[0, 1]] * 2, [[0, 1], [0, 2]], [[3], [0, 1]], [[0, 1], [0, 1]]],
+    "other orders": [[[0, 1, 2, 3], [3, 2, 1, 0]], [[3, 1], [1, 3]], [[0, 1, 2, 3], [2, 3, 0, 1]], [[1], [2, 1]]],
+    "one goes round twice": [[[0, 1], [1, 0, 1]], [[0], [2, 2, 3, 2]], [[0, 1, 0, 1], [1]], [[], [0, 1, 2, 3, 0]]],
+    "nothing in common": [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0], [3]], [[], [0, 1, 2, 3]]],
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_ranks_take_different_paths(ranks, name):
+    ranks(compare_loop, 2, along(PATHS[name]), Path, timeout=60)
+
+
+class TwoHeads(Mlp):
+    """Forward is the same on every rank; what the loss uses of it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(5, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.heads[0](x), self.heads[1](x)
+
+
+def one_head_per_rank(model: nn.Module, optimizer: Any, parts: Parts) -> None:
+    losses = []
+    for rank, (x, y) in enumerate(parts):
+        out = model(x)
+        losses.append(mse_loss(out[rank if len(parts) > 1 else dist.get_rank()], y))
+    mean(losses).backward()
+    finish(optimizer)
+
+
+def impatiently(fn: Callable, *args: Any) -> None:
+    """Waiting for a rank on another path takes seconds at first; tests have no time for that."""
+    patience = reduces.PATIENCE_SECONDS
+    reduces.PATIENCE_SECONDS = 0.1
+    try:
+        fn(*args)
+    finally:
+        reduces.PATIENCE_SECONDS = patience
+
+
+def test_a_loss_skips_a_branch_on_one_rank(ranks):
+    """Backward alone differs: what one rank waits for must not make it keep from the other what that waits for."""
+    ranks(impatiently, 2, compare_loop, one_head_per_rank, TwoHeads, timeout=60)
 
 
 def untouched_state() -> None:

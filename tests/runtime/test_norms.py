@@ -300,6 +300,25 @@ def test_norms_are_not_remembered_past_a_change(ranks, stage):
     ranks(check_norms_follow_changes, 2, stage)
 
 
+def check_factor_is_kept(stage: int) -> None:
+    """What the user does to a factor after multiplying by it is their own affair."""
+    pair = Pair(stage)
+    for model, _ in pair.both():
+        factor = torch.tensor(0.5, dtype=torch.float64)
+        for param in model.parameters():
+            param.grad.mul_(factor)
+        factor.fill_(100.0)
+        torch._foreach_mul_([param.grad for param in model.parameters()], factor)
+        factor.zero_()
+    pair.check_grads()
+    pair.check_step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_factor_may_change_after_it_was_used(ranks, stage):
+    ranks(check_factor_is_kept, 2, stage)
+
+
 def check_isfinite(stage: int) -> None:
     pair = Pair(stage)
     for model, _ in pair.both():

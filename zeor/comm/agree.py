@@ -14,12 +14,20 @@ import torch
 import torch.distributed as dist
 
 from zeor.comm.mesh import Mesh
+from zeor.comm.stuck import explain
 
 
-def exchange(mesh: Mesh, value: Any) -> list[Any]:
+def exchange(mesh: Mesh, value: Any, label: str) -> list[Any]:
     """Every rank's JSON value, in rank order."""
     if mesh.world == 1:
         return [value]
+    try:
+        return _exchange(mesh, value)
+    except RuntimeError as error:
+        raise explain(mesh, label, error) from error
+
+
+def _exchange(mesh: Mesh, value: Any) -> list[Any]:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([data.numel()])
     lengths = [torch.zeros_like(length) for _ in range(mesh.world)]
@@ -36,11 +44,12 @@ def same_everywhere(mesh: Mesh, what: str, lines: list[str]) -> None:
     """Raise on every rank, naming the first rank and the first line that differ from rank 0's."""
     if mesh.world == 1 or mesh.fake:
         return
-    digests = exchange(mesh, hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    label = f"comparison of the ranks' {what}"
+    digests = exchange(mesh, hashlib.sha256("\n".join(lines).encode()).hexdigest(), label)
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
-    everyone = exchange(mesh, lines)
+    everyone = exchange(mesh, lines, label)
     raise ValueError(f"The ranks' {what} differ: {first_difference(everyone[0], everyone[odd], odd)}.")
 
 

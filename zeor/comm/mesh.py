@@ -30,6 +30,7 @@ class Mesh:
     native_reduce: bool = True  # the backend's own reduce-scatter is both exact in order and frugal
     fake: bool = False  # one rank of an imagined world: nothing moves, nothing can be compared
     timeout: float = 600.0
+    stuck: bool = False  # a collective failed: nothing more can be expected of this mesh
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -59,6 +60,8 @@ def make_mesh(mesh: Any, device: torch.device, deterministic: bool, timeout: flo
 def _parent_group(mesh: Any) -> Any:
     if mesh is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to ranks outside
+        raise ValueError("This rank is not in the mesh given to zeor; call zeor.shard only on its ranks.")
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if isinstance(mesh, dist.device_mesh.DeviceMesh):

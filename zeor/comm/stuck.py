@@ -17,6 +17,7 @@ GRACE_SECONDS = 3.0
 
 def explain(mesh: Mesh, label: str, error: BaseException) -> RuntimeError:
     """The error to raise instead of the backend's own."""
+    mesh.stuck = True
     text = str(error).splitlines()[0]
     timed_out = "timed out" in text.lower() or "timeout" in text.lower()
     what = f"did not complete within {mesh.timeout:g} s" if timed_out else "failed"
@@ -46,7 +47,7 @@ def _exchange_notes(mesh: Mesh, label: str) -> dict[int, str]:
     names = {group_rank: f"zeor/stuck/{rank}" for group_rank, rank in enumerate(ranks)}
     store.set(names[mesh.rank], label)
     notes: dict[int, str] = {}
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + min(GRACE_SECONDS, mesh.timeout / 2)
     while len(notes) < mesh.world and time.monotonic() < deadline:
         for rank, name in names.items():
             if rank not in notes and store.check([name]):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from datetime import timedelta
 
 import torch
@@ -53,10 +52,6 @@ def _take_over_slurm() -> None:
 
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list such as `gpu[003-005,9],login1`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
-    if match is None:
-        output = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
-        return output.stdout.split()[0]
-    prefix, ranges, suffix = match.groups()
-    first = re.split(r"[,-]", ranges)[0] if ranges else ""
-    return prefix + first + suffix
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to the first comma that is not in brackets
+    assert first is not None
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())

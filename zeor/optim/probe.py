@@ -69,6 +69,8 @@ def _run(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]], 
     """Step a copy of the optimizer over copies of these values; the results."""
     params = [torch.nn.Parameter(value.clone()) for value in values]
     trial = _copy_of(optimizer)
+    for param in params:
+        trial.state[param] = _state_like(optimizer, param)
     group = trial.param_groups[0]
     step = raw_step(optimizer)
     for step_grads in grads:
@@ -89,3 +91,20 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
     copied = {key: value.clone() if isinstance(value, Tensor) else copy.copy(value) for key, value in first.items()}
     trial.param_groups = [{"params": [], **copied}]
     return trial
+
+
+def _state_like(optimizer: Optimizer, toy: Tensor) -> dict[str, Any]:
+    """What the optimizer's constructor would have made for a toy (Adagrad makes its state there on some versions of
+    torch), modelled on the state of its first parameter."""
+    for param, state in optimizer.state.items():
+        if isinstance(param, Tensor) and state:
+            return {key: _like(value, param, toy) for key, value in state.items()}
+    return {}
+
+
+def _like(value: Any, param: Tensor, toy: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    if value.shape == param.shape and value.dim() > 0 and value.numel() > 0:
+        return torch.full_like(toy, float(value.reshape(-1)[0]))
+    return value.clone()

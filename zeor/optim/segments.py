@@ -104,7 +104,8 @@ def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) ->
             raise RuntimeError(
                 f"The optimizer keeps {key!r} of {slot.name!r} as {type(value).__name__}; zeor cannot put it together."
             )
-    everyone = exchange(mesh, [described, segment.start if segment else 0, numel])
+    label = f"exchange about the optimizer's state of {slot.name!r}"
+    everyone = exchange(mesh, [described, segment.start if segment else 0, numel], label)
     known: dict[str, Any] = next((rank[0] for rank in everyone if rank[0]), {})
     result: dict[str, Any] = {}
     for key, (kind, *rest) in known.items():

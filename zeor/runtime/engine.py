@@ -60,6 +60,7 @@ class Engine:
         self.sync = True  # False inside no_sync
         self.writing = False  # inside load_state_dict or full_params(write=True)
         self.trace: list[Action] | None = None
+        self._factor: tuple[Tensor, int | None, Tensor] | None = None
         self.first_batch = FirstBatch(mesh)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
@@ -170,7 +171,8 @@ class Engine:
             return asked
         wanted = [index in asked.units for index in range(len(self.units))]
         values = torch.tensor([asked.again, *wanted, *asked.told], dtype=torch.int32)
-        again, *rest = verbs.agree_max(self.mesh, values, "agreement at the end of a pass").tolist()
+        label = f"agreement at the end of a pass{self.reducer.under_way()}"
+        again, *rest = verbs.agree_max(self.mesh, values, label).tolist()
         units = [index for index in range(len(self.units)) if rest[index]]
         return Asked(bool(again), units, rest[len(self.units) :])
 
@@ -363,6 +365,17 @@ class Engine:
             if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
                 slot.user.grad = slot.grad_view()
 
+    def keep_factor(self, factor: Tensor | float) -> Tensor | float:
+        """A factor that is only remembered must not follow what the user does to that tensor later: one copy for
+        all the gradients it scales."""
+        if not isinstance(factor, Tensor):
+            return factor
+        version = None if factor.is_inference() else factor._version
+        kept = self._factor
+        if kept is None or kept[0] is not factor or version is None or kept[1] != version:
+            self._factor = kept = (factor, version, factor.detach().clone())
+        return kept[2]
+
     def heed_plain_grads(self) -> None:
         """Plain parameters do not tell when the user drops or replaces their gradient: look before it is used."""
         for slot in self.slots:
@@ -388,7 +401,7 @@ class Engine:
 
     def recover_forward(self) -> None:
         """The model's forward is not running; if it seems so, it raised."""
-        if self._forward is not None:
+        if self._forward is not None and not self.mesh.stuck:  # else what is under way never arrives
             self._forward = None
             self._put_back()
 

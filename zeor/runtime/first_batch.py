@@ -30,7 +30,7 @@ class FirstBatch:
         if self.done:
             return
         self.done = True
-        seen = exchange(self._mesh, self._prints)
+        seen = exchange(self._mesh, self._prints, "comparison of the ranks' first batches")
         if self._mesh.rank == 0 and all(rank == seen[0] for rank in seen):
             log.warning(
                 "All %d ranks were fed the same first batch: every rank does the same work. Give each its own part "

@@ -79,7 +79,7 @@ def check_unchanged(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
     """Inside a write context values may change; parameters may not be exchanged for others. Raises on every rank,
     so that none is left waiting for the others' values."""
     mine = next((text for slot, param in params.items() if (text := _exchanged(slot, param))), "")
-    found = [mine] if engine.mesh.fake else exchange(engine.mesh, mine)
+    found = [mine] if engine.mesh.fake else exchange(engine.mesh, mine, "check at the end of zeor.full_params")
     for rank, text in enumerate(found):
         if text:
             raise RuntimeError(

@@ -43,6 +43,7 @@ class GradLane:
         self._product: tuple | None = None
         self._move: verbs.Move | None = None
         self._received: Tensor
+        self._spread: verbs.Move | None = None  # the gather of a sum that rests FULL
         self._kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
         whole = column.grad is Residency.FULL
         self._where = {s.param: s for s in (layout.whole() if whole else layout.segments(mesh.rank))}
@@ -85,6 +86,7 @@ class GradLane:
 
     def _open_buffer(self) -> Tensor:
         """The buffer, ready to be filled; a sum that rests in it is taken out first."""
+        self.settle()
         if self.column.grad_buffer and self.sum is not None:
             self._kept, self.sum = self._own_part(self.sum).clone(), None
         if self.buffer is None:
@@ -151,7 +153,15 @@ class GradLane:
             return
         self.sum = self._rest_in_buffer(new)
         if "gather" in MOVES[Residency.PARTIAL, self.column.grad]:
-            verbs.gather(self.mesh, self.sum, self._own_part(self.sum), f"gather of the gradient, {label}").wait()
+            # Not waited for here: another rank may come to it only once this one's backward is over.
+            own = self._own_part(self.sum)
+            self._spread = verbs.gather(self.mesh, self.sum, own, f"gather of the gradient, {label}")
+
+    def settle(self) -> None:
+        """The sum is everywhere it rests."""
+        if self._spread is not None:
+            self._spread.wait()
+            self._spread = None
 
     def _rest_in_buffer(self, new: Tensor) -> Tensor:
         """The sum lies in the kept buffer, or in one of its own where accumulation made it wider."""
@@ -241,6 +251,7 @@ class GradLane:
 
     def abandon(self) -> None:
         """A backward raised half-way: what it brought cannot be told from what was there, so all of it goes."""
+        self.settle()
         if self._move is not None:
             self._move.wait()
             self._move = None

@@ -42,6 +42,15 @@ class Call:
 
     def __init__(self, unit: Unit, closes: bool):
         self.unit, self.closes, self.is_open = unit, closes, False
+        self.inputs: set[int] = set()  # ids of the tensors whose memory it was handed
+
+    def listen(self, output: Tensor, engine: Engine) -> None:
+        """Open when the gradient of an output arrives. What changes an output that is a view in place (a ReLU
+        behind a Linear over sequences) cuts its hook off, but not that of the tensor it is a view of."""
+        output.register_hook(lambda grad: self.open(engine))
+        base = output._base
+        if base is not None and base.requires_grad and id(base) not in self.inputs:
+            base.register_hook(lambda grad: None if self.is_open else self.open(engine))
 
     def open(self, engine: Engine) -> None:
         if not self.is_open:
@@ -138,6 +147,7 @@ class Hooks:
         self._calls.append(call)
         if call is not None:
             unit.hooked_calls += 1
+            call.inputs = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
             if call.closes:
                 _when_all(inputs, lambda: call.close(engine))
         return args, kwargs
@@ -150,7 +160,7 @@ class Hooks:
         engine.forward_exit(unit)
         if call is not None:
             for tensor in _needing_grad(output):
-                tensor.register_hook(lambda grad: call.open(engine))
+                call.listen(tensor, engine)
 
     def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
         """See Note [When a unit's backward is over]."""

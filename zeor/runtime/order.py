@@ -43,7 +43,7 @@ class Orders:
         """Agree on what this pass showed. Every rank calls it at the same place, once per kind."""
         seen = [{kind: list(dict.fromkeys(order)) for kind, order in kinds.items()}]
         if not self._mesh.fake:
-            seen = exchange(self._mesh, seen[0])
+            seen = exchange(self._mesh, seen[0], f"agreement on the order of units in {', '.join(kinds)}")
         for kind in kinds:
             merged = dict.fromkeys(unit for rank in seen for unit in rank[kind])
             self._orders[kind] = list(merged)

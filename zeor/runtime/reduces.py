@@ -7,11 +7,11 @@ The end of backward agrees on what is left and on which parameters anybody had a
 
 Note [Patience]
 ~~~~~~~~~~~~~~~
-Waiting for the reduce under way before starting the next bounds memory. But where units are gathered in
-backward, two ranks on different paths could then wait for each other: one for a reduce the other has not
-come to, that one for a gather of the first. So where this step's forwards differed between ranks nothing is
-waited for until backward ends, and where they did not (a loss may still skip a branch on one rank) the host
-waits only so long. Both cost memory, never a bit of the result.
+Waiting for the reduce under way before starting the next bounds memory. But two ranks on different paths
+could then wait for each other: one for a reduce that the other will come to only at the end of its backward,
+that one for a gather of the first, or for it to end. So where this step's forwards are known to have differed
+nothing is waited for until backward ends, and otherwise (a loss may skip a branch on one rank) the host waits
+only so long. Both cost memory, never a bit of the result.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Reducer:
 
     def begin(self, order: list[int], diverged: bool) -> None:
         """A backward starts. `diverged`: ranks have taken different paths in this step's forwards."""
-        # Without gathers in backward nobody can wait for a rank that waits for it.
-        self._waits = not any(unit.frees for unit in self._units)
+        self._waits = False
         self._patience_left = 0.0 if diverged else self._patience
         self._order = [unit for unit in order if self._trains(self._units[unit])]
         self._next = 0
@@ -91,29 +90,40 @@ class Reducer:
 
     @property
     def told_count(self) -> int:
-        return 1 + len(self._units) + len(self._slots)
+        return 1 + 2 * len(self._units) + len(self._slots)
 
     def told(self) -> list[int]:
-        """What ranks must agree on at the end: how far anyone got, what is left, who has a gradient."""
+        """What ranks must agree on at the end: how far anyone got, what is left (of units that were reduced
+        in this backward before, and of units that were not), and who has a gradient."""
         pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
-        return [self._next, *pending, *(slot in self.new for slot in self._slots)]
+        late = [left and unit.index in self.issued for left, unit in zip(pending, self._units)]
+        fresh = [left and not again for left, again in zip(pending, late)]
+        return [self._next, *late, *fresh, *(slot in self.new for slot in self._slots)]
 
     def end(self, told: list[int]) -> None:
         """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
         largest of what each rank told."""
         self._waits = True
-        reached, pending, had = told[0], told[1 : 1 + len(self._units)], told[1 + len(self._units) :]
+        count = len(self._units)
+        reached, late, fresh, had = told[0], told[1 : 1 + count], told[1 + count : 1 + 2 * count], told[1 + 2 * count :]
         for position in range(self._next, reached):
-            unit = self._units[self._order[position]]
-            pending[unit.index] = 0
-            self._issue(unit)
+            self._issue(self._units[self._order[position]])
+        passed = set(self._order[:reached])
         for unit in self._units:
-            if pending[unit.index]:
+            if late[unit.index] or (fresh[unit.index] and unit.index not in passed):
                 self._issue(unit)
         self._finish_earlier()
+        for unit in self._units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.settle()
         for slot, anyone in zip(self._slots, had):
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.has[slot.index] = True
+
+    def under_way(self) -> str:
+        """For the label of what is waited for meanwhile: a rank that is missing is missing here too."""
+        return f" (with the reduce of unit {self._under_way[0].name!r} under way)" if self._under_way else ""
 
     def abandon(self) -> None:
         """Backward raised half-way."""

@@ -131,7 +131,7 @@ class Slot(Held):
         return torch.linalg.vector_norm(self.read().detach(), ord)
 
     def scale_grad(self, factor: Tensor | float) -> None:
-        self.ready_grads().scale(self.index, factor)
+        self.ready_grads().scale(self.index, self.engine.keep_factor(factor))
 
     def local_grad(self) -> Tensor:
         grads = self.ready_grads()
