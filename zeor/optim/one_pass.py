@@ -118,7 +118,8 @@ class OnePass:
         for name in self._names():
             if (id(lane), name) not in self._flat:
                 assert lane.master is not None
-                self._flat[id(lane), name] = torch.zeros(lane.master.numel, device=lane.mesh.device)
+                last = lane.segments[-1]  # what lies behind it is padding and needs no moments
+                self._flat[id(lane), name] = torch.zeros(last.offset + last.numel, device=lane.mesh.device)
             flat = self._flat[id(lane), name]
             part = flat[where.offset : where.offset + where.numel].view(segment.shape)
             if state.get(name) is not None:

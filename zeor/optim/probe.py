@@ -95,9 +95,9 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
 
 def _state_like(optimizer: Optimizer, toy: Tensor) -> dict[str, Any]:
     """What the optimizer's constructor would have made for a toy (Adagrad makes its state there on some versions of
-    torch), modelled on the state of its first parameter."""
+    torch), modelled on the state of a parameter of more than one element, where one can tell sizes apart."""
     for param, state in optimizer.state.items():
-        if isinstance(param, Tensor) and state:
+        if isinstance(param, Tensor) and state and param.numel() > 1:
             return {key: _like(value, param, toy) for key, value in state.items()}
     return {}
 

@@ -27,26 +27,25 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
-from zeor.memory.roles import STAGES, Residency
-from zeor.memory.view import View
+from zeor.memory.roles import STAGES
 from zeor.plan import Plan
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
 from zeor.runtime.first_batch import FirstBatch
+from zeor.runtime.gathers import Gathers
 from zeor.runtime.lane import Lane, LaneKey
 from zeor.runtime.norms import Norms
-from zeor.runtime.order import Asked, Orders, Walk
+from zeor.runtime.order import Orders, Walk
 from zeor.runtime.reduces import Reducer
 from zeor.runtime.schedule import Action, Schedule, Traits
 from zeor.runtime.unit import Slot, Unit
+
 
 class Engine:
     def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
@@ -60,7 +59,6 @@ class Engine:
         self.sync = True  # False inside no_sync
         self.writing = False  # inside load_state_dict or full_params(write=True)
         self.trace: list[Action] | None = None
-        self._factor: tuple[Tensor, int | None, Tensor] | None = None
         self.first_batch = FirstBatch(mesh)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
@@ -87,6 +85,7 @@ class Engine:
             for index, slot in enumerate(members):
                 slot.settle(unit, lane, index)
             unit.lanes.append(lane)
+        unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
         self.units.append(unit)
         self.slots.extend(slots)
         return unit
@@ -97,9 +96,8 @@ class Engine:
         self._orders = Orders(self.mesh, len(self.units))
         factor = 1.0 / self.mesh.world if self.plan.reduction == "mean" else 1.0
         self.reducer = Reducer(self.mesh, self.units, factor, self.plan.overlap, self.record)
+        self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, self.reducer.under_way)
         self._plan_step()
-        for unit in self.units:
-            unit.free()
         self.ledger.reset_peak()
 
     def _plan_step(self) -> None:
@@ -124,9 +122,9 @@ class Engine:
         for action in actions:
             unit = self.units[action.unit]
             if action.verb == "gather":
-                self._prefetch(unit, walk)
+                self.gathers.ahead(unit, walk)
             elif action.verb == "wait":
-                self._arrive(unit, walk)
+                self.gathers.arrive(unit, walk)
             elif action.verb == "swap_in":
                 self.record("swap_in", unit.index)
                 unit.swap_in()
@@ -135,46 +133,6 @@ class Engine:
                 unit.swap_out()
             elif action.verb == "free":
                 self._free(unit)
-
-    def _prefetch(self, unit: Unit, walk: Walk | None) -> None:
-        if unit.frees and not unit.present and walk is not None:
-            walk.ahead(unit.index)
-
-    def _arrive(self, unit: Unit, walk: Walk | None) -> None:
-        """The unit's full parameters are there; gathered now if nobody thought of it before."""
-        if unit.frees and not unit.present:
-            if walk is not None:
-                walk.gather(unit.index)
-            else:
-                self.take_part(unit.index)  # called outside the model's forward: every rank does the same
-        self.record("wait", unit.index)
-        unit.wait()
-
-    # ---- what a walk needs, see order.py
-
-    def take_part(self, unit: int) -> None:
-        self.record("gather", unit)
-        self.units[unit].start_gather()
-        if not self.plan.overlap:
-            self.units[unit].wait()
-
-    def drop(self, unit: int) -> None:
-        self.units[unit].free()
-
-    def has(self, unit: int) -> bool:
-        return self.units[unit].present
-
-    def ask(self, asked: Asked) -> Asked:
-        """Nothing is exchanged where nothing can be asked for: no unit is freed, and nothing is told."""
-        alone = self.mesh.world == 1 or self.mesh.fake
-        if alone or not (asked.told or any(unit.frees for unit in self.units)):
-            return asked
-        wanted = [index in asked.units for index in range(len(self.units))]
-        values = torch.tensor([asked.again, *wanted, *asked.told], dtype=torch.int32)
-        label = f"agreement at the end of a pass{self.reducer.under_way()}"
-        again, *rest = verbs.agree_max(self.mesh, values, label).tolist()
-        units = [index for index in range(len(self.units)) if rest[index]]
-        return Asked(bool(again), units, rest[len(self.units) :])
 
     def _free(self, unit: Unit) -> None:
         if unit.frees and unit.index not in self._stay and unit.index not in self._repeated:
@@ -189,30 +147,20 @@ class Engine:
         self._open.append(unit)
         walk = self._forward
         if walk is not None:
-            self._keep_if_repeated(unit, walk)
+            if unit.index in walk.entered and not unit.present:
+                self._repeated.add(unit.index)  # from the next step on it stays for the rest of the pass
             walk.entered.append(unit.index)
         self._used.add(unit.index)
         plan = self.schedule if self._train else self._eval_schedule
         actions = plan.at(sched.FORWARD_ENTER, unit.index)
         self._do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
 
-    def _keep_if_repeated(self, unit: Unit, walk: Walk) -> None:
-        """A unit entered again after it was freed stays for the rest of the pass from the next step on."""
-        if unit.index in walk.entered and not unit.present:
-            self._repeated.add(unit.index)
-
     def _begin_forward(self, train: bool) -> None:
         self.recover_forward()
         self.recover_backward()
         self._train = train
         kind = orders.TRAIN if train else orders.EVAL
-        frees = any(unit.frees for unit in self.units)
-        self._forward = self._walk(kind, set(), told_count=2 if frees else 0)
-
-    def _walk(self, kind: str, kept: set[int], told_count: int = 0) -> Walk:
-        """A pass over the units that are freed between uses, less those that every rank keeps from the last."""
-        order = [unit for unit in self._orders[kind] if self.units[unit].frees and unit not in kept]
-        return Walk(self, order, kind not in self._orders.learned, told_count)
+        self._forward = self.gathers.forward_walk(self._orders[kind], kind not in self._orders.learned)
 
     def forward_exit(self, unit: Unit) -> None:
         if unit in self._open:
@@ -227,13 +175,12 @@ class Engine:
         walk, self._forward = self._forward, None
         if walk is None:
             return
-        self._compare_paths(walk)
+        self._diverged |= self.gathers.end_forward(walk)
         kind = orders.TRAIN if self._train else orders.EVAL
         if kind not in self._orders.learned:
             self._orders.learn({kind: walk.entered})
             self._plan_step()
-        elif walk.extra:
-            self._orders.extend(kind, walk.extra)
+        elif self._orders.extend(kind, walk.extra):
             self._plan_step()
         keep = self._stay | self._repeated | ({0, self.schedule.stays} if self._train else {0})
         for unit in self.units:  # kept, or gathered ahead, in case it was entered
@@ -241,13 +188,6 @@ class Engine:
                 unit.free()
         if not self._train:
             self._free(self.units[0])
-
-    def _compare_paths(self, walk: Walk) -> None:
-        """Ends a forward, telling the others a fingerprint of this rank's path through the units."""
-        path = hash(tuple(walk.entered)) & 0x7FFFFFFF
-        largest = walk.finish([path, -path] if any(unit.frees for unit in self.units) else [])
-        if largest and largest[0] != -largest[1]:
-            self._diverged = True
 
     # ---- backward
 
@@ -272,8 +212,9 @@ class Engine:
         end = functools.partial(self.backward_end)
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        kept = {0} if self.schedule.stays is None else {0, self.schedule.stays}
-        self._backward = self._walk(orders.BACKWARD, kept, self.reducer.told_count if self.sync else 0)
+        order = self.gathers.freed(self._orders[orders.BACKWARD], kept=(0, self.schedule.stays))
+        unlearned = orders.BACKWARD not in self._orders.learned
+        self._backward = Walk(self.gathers, order, unlearned, self.reducer.told_count if self.sync else 0)
         self.reducer.begin(self._orders[orders.REDUCE], self._diverged)
         self.norms.forget_all()
         for unit in self.units:
@@ -354,8 +295,7 @@ class Engine:
                 reduced = [*(unit for unit in reduced if unit != 0), 0]
             self._orders.learn({orders.BACKWARD: walk.entered, orders.REDUCE: reduced})
             self._plan_step()
-        elif walk.extra:
-            self._orders.extend(orders.BACKWARD, walk.extra)
+        elif self._orders.extend(orders.BACKWARD, walk.extra):
             self._plan_step()
 
     def _attach_grads(self) -> None:
@@ -364,17 +304,6 @@ class Engine:
         for slot in self.slots:
             if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
                 slot.user.grad = slot.grad_view()
-
-    def keep_factor(self, factor: Tensor | float) -> Tensor | float:
-        """A factor that is only remembered must not follow what the user does to that tensor later: one copy for
-        all the gradients it scales."""
-        if not isinstance(factor, Tensor):
-            return factor
-        version = None if factor.is_inference() else factor._version
-        kept = self._factor
-        if kept is None or kept[0] is not factor or version is None or kept[1] != version:
-            self._factor = kept = (factor, version, factor.detach().clone())
-        return kept[2]
 
     def heed_plain_grads(self) -> None:
         """Plain parameters do not tell when the user drops or replaces their gradient: look before it is used."""
@@ -456,38 +385,6 @@ class Engine:
         """Wait for everything under way."""
         for unit in self.units:
             unit.wait()
-
-    # ---- values, in and out
-
-    def load(self, slot: Slot, value: Tensor) -> None:
-        """This rank's part of a full value, into master and compute."""
-        if not self.writing:
-            raise RuntimeError(
-                f"copy_ would write to parameter {slot.name!r}, of which this rank holds a part; "
-                "write inside `with zeor.full_params(model, write=True):`, or use model.load_state_dict."
-            )
-        if isinstance(value, View):
-            if value._held is slot:
-                return
-            value = value._held.read()  # type: ignore[union-attr]
-        if tuple(value.shape) != slot.shape:
-            raise ValueError(f"{slot.name!r} has shape {slot.shape}; the value given has {tuple(value.shape)}.")
-        slot.lane.store(slot.index, value)
-        slot.lane.wait()
-
-    def gather_grads(self, lane: Lane) -> list[Any]:
-        """Every gradient of a lane, full and flat; a collective where they rest as slices."""
-        grads = lane.grads
-        assert grads is not None and grads.reduced
-        grads.apply_scales()
-        if grads.adopts:
-            return [grads.parts.get(param) for param in range(len(lane.layout.shapes))]
-        total = grads.sum
-        assert total is not None
-        if self.column.grad is not Residency.FULL and self.mesh.world > 1:
-            full = torch.empty(lane.layout.numel, dtype=total.dtype, device=total.device)
-            total = verbs.gather(self.mesh, full, total.contiguous(), "gather of gradients").wait()
-        return [lane.part(total, param) for param in range(len(lane.layout.shapes))]
 
     def nbytes(self) -> dict[str, int]:
         """Resident bytes on this rank by role, as allocated now (moments: see optim/)."""

@@ -57,7 +57,7 @@ def attach_grads(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
                 continue
             members = [slot for slot in unit.slots if slot.lane is lane]
             members[0].ready_grads()
-            grads = engine.gather_grads(lane)
+            grads = lane.gather_grads()
             for slot in members:
                 if lane.grads.has[slot.index]:
                     params[slot].grad = grads[slot.index].view(slot.shape).to(slot.dtype, copy=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,22 @@ class Lane:
         assert self.master is not None
         whole = segment.numel == self.layout.numels[segment.param]
         return self.master.part(segment.offset, self.layout.shapes[segment.param] if whole else (segment.numel,))
+
+    # ---- gradients
+
+    def gather_grads(self) -> list[Any]:
+        """Every gradient of the lane, full and flat; a collective where they rest as slices."""
+        grads = self.grads
+        assert grads is not None and grads.reduced
+        grads.apply_scales()
+        if grads.adopts:
+            return [grads.parts.get(param) for param in range(len(self.layout.shapes))]
+        total = grads.sum
+        assert total is not None
+        if self.column.grad is not Residency.FULL and self.mesh.world > 1:
+            full = torch.empty(self.layout.numel, dtype=total.dtype, device=total.device)
+            total = verbs.gather(self.mesh, full, total.contiguous(), "gather of gradients").wait()
+        return [self.part(total, param) for param in range(len(self.layout.shapes))]
 
     # ---- bytes
 

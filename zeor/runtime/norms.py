@@ -24,6 +24,7 @@ class Norms:
         self._mesh = mesh
         self._slots: list[Slot] = []
         self._known: dict[float, dict[Slot, tuple[Tensor, int]]] = {}  # with GradLane.folds at that time
+        self._factor: tuple[Tensor, int | None, Tensor] | None = None
 
     def watch(self, slots: Sequence[Slot]) -> None:
         self._slots = [slot for slot in slots if slot.lane.grads is not None]
@@ -34,6 +35,17 @@ class Norms:
 
     def forget_all(self) -> None:
         self._known.clear()
+
+    def keep_factor(self, factor: Tensor | float) -> Tensor | float:
+        """A factor that is only remembered must not follow what the user does to that tensor later: one copy for
+        all the gradients it scales."""
+        if not isinstance(factor, Tensor):
+            return factor
+        version = None if factor.is_inference() else factor._version
+        kept = self._factor
+        if kept is None or kept[0] is not factor or version is None or kept[1] != version:
+            self._factor = kept = (factor, version, factor.detach().clone())
+        return kept[2]
 
     def of_grad(self, slot: Slot, ord: float) -> Tensor:
         """One gradient's norm, remembered factor included."""

@@ -49,9 +49,11 @@ class Orders:
             self._orders[kind] = list(merged)
             self.learned.add(kind)
 
-    def extend(self, kind: str, units: Sequence[int]) -> None:
+    def extend(self, kind: str, units: Sequence[int]) -> bool:
         """Units that a pass needed beside its order, as every rank knows: from now on they are in it."""
-        self._orders[kind] = list(dict.fromkeys([*self._orders[kind], *units]))
+        new = [unit for unit in dict.fromkeys(units) if unit not in self._orders[kind]]
+        self._orders[kind] = [*self._orders[kind], *new]
+        return bool(new)
 
 
 class Asked(NamedTuple):

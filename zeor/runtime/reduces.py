@@ -16,12 +16,15 @@ only so long. Both cost memory, never a bit of the result.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from zeor.comm.mesh import Mesh
 from zeor.runtime.unit import Slot, Unit
 
-PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 2.0, 0.05  # at first, and once it has run out
+PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 0.05  # at first, and once it has run out
+
+log = logging.getLogger("zeor")
 
 
 class Reducer:
@@ -78,6 +81,13 @@ class Reducer:
         if all(grads.reduced_within(self._patience_left) for grads in moves):
             return True
         if self._patience_left:
+            if self._patience == PATIENCE_SECONDS:
+                log.warning(
+                    "The reduce of unit %r did not complete within %g s on rank %d: ranks take different paths in "
+                    "backward, or the link is slow. From now on reduces are not waited for before backward ends, which "
+                    "costs memory for gradients.",
+                    unit.name, PATIENCE_SECONDS, self._mesh.rank,
+                )  # fmt: skip
             self._patience_left, self._patience = 0.0, SHORT_PATIENCE_SECONDS
         return False
 

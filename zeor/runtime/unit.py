@@ -61,7 +61,20 @@ class Slot(Held):
         return self.full
 
     def load(self, value: Tensor) -> None:
-        self.engine.load(self, value)
+        """This rank's part of a full value, into master and compute."""
+        if not self.engine.writing:
+            raise RuntimeError(
+                f"copy_ would write to parameter {self.name!r}, of which this rank holds a part; "
+                "write inside `with zeor.full_params(model, write=True):`, or use model.load_state_dict."
+            )
+        if isinstance(value, View):
+            if value._held is self:
+                return
+            value = value._held.read()
+        if tuple(value.shape) != self.shape:
+            raise ValueError(f"{self.name!r} has shape {self.shape}; the value given has {tuple(value.shape)}.")
+        self.lane.store(self.index, value)
+        self.lane.wait()
 
     def set_requires_grad(self, flag: bool) -> None:
         if flag and self.lane.grads is None:
@@ -123,7 +136,7 @@ class Slot(Held):
         return grads.local(self.index).view(self.shape).to(self.dtype)
 
     def gather_grad(self) -> Tensor:
-        return self.engine.gather_grads(self.lane)[self.index].view(self.shape).to(self.dtype)
+        return self.lane.gather_grads()[self.index].view(self.shape).to(self.dtype)
 
     def norm(self, ord: float, of_grad: bool) -> Tensor:
         if of_grad:
@@ -131,7 +144,7 @@ class Slot(Held):
         return torch.linalg.vector_norm(self.read().detach(), ord)
 
     def scale_grad(self, factor: Tensor | float) -> None:
-        self.ready_grads().scale(self.index, self.engine.keep_factor(factor))
+        self.ready_grads().scale(self.index, self.engine.norms.keep_factor(factor))
 
     def local_grad(self) -> Tensor:
         grads = self.ready_grads()
