@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,18 +16,16 @@ from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory import device as devices
 from zeor.memory.view import View
-from zeor.optim.one_pass import why_not
 from zeor.optim.stepper import Stepper, check_kind, check_parameters
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
+from zeor.planner.startup import show_start
 from zeor.runtime import full
 from zeor.runtime.discover import find_units
 from zeor.runtime.engine import Engine
 from zeor.runtime.hooks import Hooks
 from zeor.runtime.keys import lane_key
 from zeor.runtime.unit import Slot
-
-log = logging.getLogger("zeor")
 
 
 class Sharded:
@@ -90,7 +87,7 @@ def shard(
     vars(model)[_ATTRIBUTE] = state
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
-    _log_start(model, state)
+    show_start(model, state.engine, optimizers)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -113,7 +110,7 @@ def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer
         )
     _compare_optimizers(state.engine.mesh, state.engine, optimizers)
     state.steppers = [Stepper(state.engine, each) for each in optimizers]
-    _log_start(model, state)
+    show_start(model, state.engine, optimizers)
     return model, optimizer
 
 
@@ -185,26 +182,6 @@ def _become_view(slot: Slot) -> None:
             f"Parameter {slot.name!r} is still held elsewhere (an autograd graph of an earlier loss, or a weak "
             f"reference), so it cannot be sharded in place; delete that first. torch said: {error}"
         ) from error
-
-
-def _log_start(model: nn.Module, state: Sharded) -> None:
-    """One line on rank 0: what runs, where, and how."""
-    engine = state.engine
-    if engine.mesh.rank != 0:
-        return
-    numel = sum(slot.full.numel() for slot in engine.slots)
-    kernel = "no optimizer yet"
-    if state.steppers:
-        reason = why_not(engine, state.steppers[0].optimizer)
-        name = type(state.steppers[0].optimizer).__name__
-        kernel = f"{name} by the stock step ({reason})" if reason else f"{name} by the one-pass kernel"
-    dtypes = {(k.compute_dtype, k.reduce_dtype, k.master_dtype) for u in engine.units for k in (x.key for x in u.lanes)}
-    told = "; ".join("/".join(str(d).removeprefix("torch.") for d in triple) for triple in sorted(dtypes, key=str))
-    log.info(
-        "stage %d over %d rank(s) on %s, torch %s: %s parameters in %d units; compute/reduce/master %s; %s",
-        engine.plan.stage, engine.mesh.world, devices.describe(engine.mesh.device), torch.__version__,
-        f"{numel:,}", len(engine.units), told, kernel,
-    )  # fmt: skip
 
 
 def _state(model: nn.Module) -> Sharded:

@@ -180,7 +180,7 @@ def compare_loop(loop: Loop, build: Callable[[], nn.Module] = Mlp, stages: Seque
     """On ranks: a loop by zeor at every stage against the same loop in plain PyTorch."""
     want = run_loop(loop, build, None)
     for stage in stages:
-        for overlap in (True, False):
+        for overlap in (True, False) if stage == 3 else (True,):  # elsewhere test_stages has compared them
             got = run_loop(loop, build, {"stage": stage, "overlap": overlap})
             difference = largest(got, want)
             assert difference <= 1e-10, f"stage {stage}, overlap {overlap}: off by {difference:.2e}"

@@ -31,6 +31,7 @@ class Mesh:
     fake: bool = False  # one rank of an imagined world: nothing moves, nothing can be compared
     timeout: float = 600.0
     stuck: bool = False  # a collective failed: nothing more can be expected of this mesh
+    backend: str = "no process group"
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -54,7 +55,7 @@ def make_mesh(mesh: Any, device: torch.device, deterministic: bool, timeout: flo
     gather, reduce, control = _groups_over(parent, device, timeout)
     # Gloo's reduce-scatter was measured to send as much as an all-reduce, twice the ideal.
     native = backend != "gloo" and not deterministic
-    return Mesh(rank, world, device, gather, reduce, control, native, backend == "fake", timeout)
+    return Mesh(rank, world, device, gather, reduce, control, native, backend == "fake", timeout, backend=backend)
 
 
 def _parent_group(mesh: Any) -> Any:

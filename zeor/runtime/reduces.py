@@ -33,7 +33,7 @@ class Reducer:
         self._record = record
         self._slots = [slot for unit in units for slot in unit.slots if slot.lane.grads is not None]
         self._under_way: list[Unit] = []
-        self._patience = PATIENCE_SECONDS
+        self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
         self.begin([], diverged=False)
 
     def begin(self, order: list[int], diverged: bool) -> None:
@@ -81,12 +81,12 @@ class Reducer:
         if all(grads.reduced_within(self._patience_left) for grads in moves):
             return True
         if self._patience_left:
-            if self._patience == PATIENCE_SECONDS:
+            if self._patience == self._full_patience:
                 log.warning(
                     "The reduce of unit %r did not complete within %g s on rank %d: ranks take different paths in "
                     "backward, or the link is slow. From now on reduces are not waited for before backward ends, which "
                     "costs memory for gradients.",
-                    unit.name, PATIENCE_SECONDS, self._mesh.rank,
+                    unit.name, self._full_patience, self._mesh.rank,
                 )  # fmt: skip
             self._patience_left, self._patience = 0.0, SHORT_PATIENCE_SECONDS
         return False

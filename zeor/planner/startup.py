@@ -1,0 +1,77 @@
+"""The start-up block: what runs, where, on what, and what it will hold; four lines, on rank 0, through logging.
+
+Shown by default: where nobody has set logging up, the `zeor` logger gets a plain handler on stderr. Silence it
+with `logging.getLogger("zeor").setLevel("WARNING")`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeor.memory import device as devices
+from zeor.optim.one_pass import why_not
+from zeor.planner.bytes import MOMENTS, predict
+from zeor.runtime.engine import Engine
+
+log = logging.getLogger("zeor")
+
+
+def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> None:
+    if engine.mesh.rank != 0:
+        return
+    _make_visible()
+    numel = sum(slot.full.numel() for slot in engine.slots)
+    frozen = sum(slot.full.numel() for slot in engine.slots if slot.lane.grads is None)
+    where = f"{engine.mesh.world} rank(s), {devices.describe(engine.mesh.device)}, {engine.mesh.backend}"
+    log.info("stage %d on %s, torch %s", engine.plan.stage, where, torch.__version__)
+    log.info(
+        "%s parameters%s in %d units; compute/reduce/master %s",
+        f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(engine.units), _dtypes(engine),
+    )  # fmt: skip
+    log.info("per rank: %s", _bytes(model, engine, optimizers))
+    for optimizer in optimizers[:1]:
+        reason, name = why_not(engine, optimizer), type(optimizer).__name__
+        log.info("%s by %s", name, f"the stock step ({reason})" if reason else "the one-pass kernel")
+
+
+def _make_visible() -> None:
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("zeor: %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+        if log.level == logging.NOTSET:
+            log.setLevel(logging.INFO)
+
+
+def _dtypes(engine: Engine) -> str:
+    keys = {lane.key for unit in engine.units for lane in unit.lanes}
+    triples = {(k.compute_dtype, k.reduce_dtype, k.master_dtype) for k in keys}
+    return "; ".join("/".join(str(d).removeprefix("torch.") for d in t) for t in sorted(triples, key=str))
+
+
+def _bytes(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> str:
+    """Predicted bytes by role; moments only where the planner knows the optimizer."""
+    known = [MOMENTS[type(o).__name__] for o in optimizers if type(o).__name__ in MOMENTS]
+    plan = engine.plan
+    predicted = predict(
+        model,
+        world=engine.mesh.world,
+        stage=plan.stage,
+        precision=plan.precision,
+        optimizer=max(known, default=0),
+        units=[unit.module for unit in engine.units[1:] if unit.module is not None],
+        prefetch=plan.prefetch,
+        native_reduce=engine.mesh.native_reduce,
+    )
+    roles = [
+        (role, getattr(predicted, role))
+        for role in ("compute", "grad", "master", "moments")
+        if getattr(predicted, role)
+    ]
+    told = ", ".join(f"{role} {nbytes / 1e6:,.1f} MB" for role, nbytes in roles)
+    return f"{told}; at most {predicted.transient / 1e6:,.1f} MB more while a step runs"
