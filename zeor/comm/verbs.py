@@ -25,6 +25,8 @@ from zeor.comm.stuck import explain
 
 # The collectives were renamed: old names warn on torch 2.13, new ones are absent on 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+HOST_PIECE_NUMEL = 1 << 16  # of a few parts together, what a core's own cache holds
+
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -80,11 +82,12 @@ def reduce_receives(mesh: Mesh, full_numel: int) -> int:
     return 0 if mesh.world == 1 else full_numel // mesh.world if mesh.native_reduce else full_numel
 
 
-def reduce(mesh: Mesh, full: Tensor, received: Tensor, factor: float, label: str) -> Move:
+def reduce(mesh: Mesh, full: Tensor, received: Tensor, factor: float, label: str, in_place: bool = False) -> Move:
     """PARTIAL -> SLICE: the sum over ranks of this rank's part, times `factor`, in full's dtype.
 
     Neither `full` nor `received` (of `reduce_receives` elements) may be touched until the move is finished.
-    The result is `full` itself in a world of one, `received` where the backend reduces, else memory of its own.
+    The result is `full` itself in a world of one, `received` where the backend reduces; else memory of its own, or
+    with `in_place` this rank's part of `full`.
     """
     if mesh.world == 1:
         return Move(mesh, label, None, lambda: full if factor == 1.0 else full.mul_(factor))
@@ -98,18 +101,30 @@ def reduce(mesh: Mesh, full: Tensor, received: Tensor, factor: float, label: str
         label,
         lambda: dist.all_to_all_single(_bytes(received), _bytes(full), group=mesh.reduce, async_op=True),
     )
-    return Move(mesh, label, work, lambda: _sum_in_rank_order(received.view(mesh.world, -1), factor))
+
+    def finish() -> Tensor:
+        own = full.view(mesh.world, -1)[mesh.rank]
+        into = own if in_place else torch.empty_like(own)
+        return _sum_in_rank_order(received.view(mesh.world, -1), factor, into)
+
+    return Move(mesh, label, work, finish)
 
 
-def _sum_in_rank_order(parts: Tensor, factor: float) -> Tensor:
-    """See Note [Sums in rank order]."""
+def _sum_in_rank_order(parts: Tensor, factor: float, into: Tensor) -> Tensor:
+    """See Note [Sums in rank order]. On a host piece by piece, so that a piece stays in the cache until it is done."""
     wide = torch.promote_types(parts.dtype, torch.float32)
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    if factor != 1.0:
-        total.mul_(factor)
-    return total.to(parts.dtype)
+    size = HOST_PIECE_NUMEL if parts.device.type == "cpu" else max(1, into.numel())
+    for begin in range(0, into.numel(), size):
+        pieces, out = parts[:, begin : begin + size], into[begin : begin + size]
+        total = out if wide == parts.dtype else torch.empty_like(out, dtype=wide)
+        torch.add(pieces[0].to(wide), pieces[1], out=total)
+        for piece in pieces[2:]:
+            total.add_(piece)
+        if factor != 1.0:
+            total.mul_(factor)
+        if total is not out:
+            out.copy_(total)
+    return into
 
 
 def broadcast(mesh: Mesh, tensor: Tensor, label: str) -> None:

@@ -8,6 +8,8 @@ buffer crashes, so none of these tensors is ever handed to a user while it can b
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -65,6 +67,15 @@ class Ledger:
             self._idle.append(block)
 
 
+def lasting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat buffer of zeros that stays: on a host in pages of its own, so that the heap is left to what comes and
+    goes, and has no holes between buffers that never move."""
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes == 0:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype)
+
+
 class FullBuffer:
     """A flat tensor whose memory can be freed and brought back. Its bytes count as `kind` in the ledger."""
 
@@ -72,7 +83,8 @@ class FullBuffer:
         self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger | None, kind: str = "compute"
     ):
         self.kind = kind
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        # What can be freed must be torch's own memory; what stays need not be.
+        self.flat = torch.empty(numel, dtype=dtype, device=device) if ledger else lasting(numel, dtype, device)
         self.nbytes = numel * dtype.itemsize
         self._storage = self.flat.untyped_storage()
         self._ledger = ledger  # None: this buffer is resident and never freed

@@ -21,7 +21,7 @@ from torch import Tensor
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout
-from zeor.memory.buffers import Ledger
+from zeor.memory.buffers import Ledger, lasting
 from zeor.memory.roles import MOVES, Column, Residency
 
 
@@ -119,7 +119,7 @@ class GradLane:
         self.pending = [False] * len(self.pending)
         received = verbs.reduce_receives(self.mesh, buffer.numel())
         self._received = self._ledger.take("receive", received, self.reduce_dtype, self.mesh.device)
-        self._move = verbs.reduce(self.mesh, buffer, self._received, factor, label)
+        self._move = verbs.reduce(self.mesh, buffer, self._received, factor, label, in_place=self.column.grad_buffer)
 
     def _adopt_partial(self) -> None:
         """What no_sync summed becomes part of the sum, through the reduce dtype as in any other world."""
@@ -175,7 +175,8 @@ class GradLane:
         if home.numel() == new.numel():
             return home.copy_(new)
         own = home[self.mesh.rank * new.numel() : (self.mesh.rank + 1) * new.numel()]
-        own.copy_(new)
+        if own.data_ptr() != new.data_ptr():  # else the reduce left it there
+            own.copy_(new)
         return home if self.column.grad is Residency.FULL else own
 
     # ---- use
@@ -302,7 +303,7 @@ class GradLane:
     def _allocate(self, dtype: torch.dtype, kind: str) -> Tensor:
         if kind == "partial" or self._buffer_is_transient:
             return self._ledger.take(kind, self.layout.numel, dtype, self.mesh.device)
-        return torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
+        return lasting(self.layout.numel, dtype, self.mesh.device)
 
     @property
     def _buffer_is_transient(self) -> bool:

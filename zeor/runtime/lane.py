@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout, Segment, lay_out
-from zeor.memory.buffers import FullBuffer, Ledger
+from zeor.memory.buffers import FullBuffer, Ledger, lasting
 from zeor.memory.formats import cast_into
 from zeor.memory.master import Master
 from zeor.memory.roles import Column, Residency
@@ -69,7 +69,9 @@ class Lane:
         verbs.broadcast(self.mesh, flat, "broadcast of rank 0's parameters")
         if flat is not self.full.flat:
             cast_into(self.full.flat, flat)
-        self.mine = self.slice_of(self.full.flat).clone() if self.frees else self.slice_of(self.full.flat)
+        self.mine = self.slice_of(self.full.flat)
+        if self.frees:
+            self.mine = lasting(self.mine.numel(), self.mine.dtype, self.mesh.device).copy_(self.mine)
         if self.key.trainable:
             updated = self.full.flat if self.updates_whole else self.mine
             if flat is self.full.flat:
