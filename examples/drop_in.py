@@ -32,16 +32,16 @@ def stripes(count: int, seed: int) -> TensorDataset:
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, 8),
+        nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 16, 128), nn.ReLU(), nn.Linear(128, 8),
     )  # fmt: skip
 
 
-def main(epochs: int = 3, count: int = 2048) -> float:
+def main(epochs: int = 5, count: int = 2048) -> float:
     torch.manual_seed(0)
     model = network()
-    optimizer = zeor.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = zeor.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     loader = zeor.data.shard(DataLoader(stripes(count, seed=1), batch_size=64, shuffle=True))
     for _ in range(epochs):
         for pictures, labels in loader:
@@ -57,7 +57,7 @@ def main(epochs: int = 3, count: int = 2048) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
     accuracy = main(parser.parse_args().epochs)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(f"accuracy on unseen pictures: {accuracy:.1%}")
