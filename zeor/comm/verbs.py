@@ -26,9 +26,9 @@ from zeor.comm.stuck import explain
 
 # The collectives were renamed: old names warn on torch 2.13, new ones are absent on 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-HOST_PIECE_NUMEL = 1 << 16  # of a few parts together, what a core's own cache holds
-
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+HOST_PIECE_NUMEL = 1 << 16  # of a few parts together, what a core's own cache holds
 
 
 class Move:

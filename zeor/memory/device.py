@@ -1,26 +1,17 @@
 """The one file that talks to accelerators, always through `torch.accelerator`.
 
-Everything else asks here: which device this rank computes on, and how to wait for it. Importing
+Everything else asks here: which device a model is on, what it is called, what the host may give back. Importing
 it touches no device.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-
-
-def local_device(device_type: str) -> torch.device:
-    """This rank's device of that type, by torchrun's LOCAL_RANK."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-    return torch.device(device_type, index % max(1, torch.accelerator.device_count()))
 
 
 def device_of(model: nn.Module) -> torch.device:

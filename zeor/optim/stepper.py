@@ -41,7 +41,6 @@ class Stepper:
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
         self._first = True
         self._patch()
-        engine.optimizers.add(self)
 
     # ---- the user's object
 
@@ -70,7 +69,6 @@ class Stepper:
             self.optimizer.__dict__.pop(name, None)
         if self._instance_step is not None:
             self.optimizer.__dict__["step"] = self._instance_step
-        self.engine.optimizers.discard(self)
 
     # ---- step
 

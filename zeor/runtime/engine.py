@@ -60,7 +60,6 @@ class Engine:
         self.writing = False  # inside load_state_dict or full_params(write=True)
         self.trace: list[Action] | None = None
         self.first_batch = FirstBatch(mesh)
-        self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
         self._open: list[Unit] = []  # units whose forward is running
         self._forward: Walk | None = None
