@@ -48,12 +48,6 @@ def one_device(params: Iterable[tuple[str, Tensor]]) -> torch.device:
     return device
 
 
-def synchronize(tensor: Tensor) -> None:
-    """Wait on the host for everything queued on the tensor's device."""
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)
-
-
 def trim_host_memory() -> None:
     """Give freed host memory back to the system where the C library can (glibc keeps it otherwise).
 
