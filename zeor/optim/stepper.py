@@ -78,7 +78,7 @@ class Stepper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.recover_backward()
+        self.engine.backward.recover()
         self._check_reduced()
         if self.engine.plain:
             self.engine.heed_plain_grads()

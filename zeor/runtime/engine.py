@@ -1,8 +1,8 @@
 """The engine: carries out the schedule for one sharded model.
 
-Hooks tell it what the user's loop just did (an event on a unit); it looks the event up in the
-schedule and does the actions. It also keeps what a step needs to know: the walk of the current pass,
-the reducer, the norms. Optimizers are told apart in optim/; hooks live in hooks.py.
+It owns the units and what they share (mesh, ledger, norms). Hooks tell its passes (forward.py, backward.py)
+what the user's loop just did; they look the event up in the schedule and do the actions. Optimizers are told
+apart in optim/; hooks live in hooks.py.
 
 Note [Streams]
 ~~~~~~~~~~~~~~
@@ -22,9 +22,6 @@ gradients of a failed backward are gone, and those it would have been added to.
 
 from __future__ import annotations
 
-import functools
-import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -36,14 +33,14 @@ from zeor.memory.buffers import Ledger
 from zeor.memory.roles import STAGES
 from zeor.plan import Plan
 from zeor.runtime import order as orders
-from zeor.runtime import schedule as sched
+from zeor.runtime.backward import Backward
 from zeor.runtime.first_batch import FirstBatch
-from zeor.runtime.gathers import Gathers
+from zeor.runtime.forward import Forward
 from zeor.runtime.lane import Lane, LaneKey
 from zeor.runtime.norms import Norms
-from zeor.runtime.order import Orders, Walk
+from zeor.runtime.passes import Passes
 from zeor.runtime.reduces import Reducer
-from zeor.runtime.schedule import Action, Schedule, Traits
+from zeor.runtime.schedule import Action, Schedule
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -60,15 +57,6 @@ class Engine:
         self.writing = False  # inside load_state_dict or full_params(write=True)
         self.trace: list[Action] | None = None
         self.first_batch = FirstBatch(mesh)
-        self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
-        self._open: list[Unit] = []  # units whose forward is running
-        self._forward: Walk | None = None
-        self._backward: Walk | None = None
-        self._used: set[int] = set()  # units entered since the last step
-        self._repeated: set[int] = set()  # units a pass enters more than once
-        self._train = True
-        self._stay: set[int] = set()  # units that must not be freed before the next step (create_graph)
-        self._diverged = False  # ranks have taken different paths in a forward since the last step
 
     # ---- building
 
@@ -92,130 +80,25 @@ class Engine:
     def ready(self) -> None:
         """All units are there: plan the step."""
         self.norms.watch(self.slots)
-        self._orders = Orders(self.mesh, len(self.units))
         factor = 1.0 / self.mesh.world if self.plan.reduction == "mean" else 1.0
         self.reducer = Reducer(self.mesh, self.units, factor, self.plan.overlap, self.record)
-        self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, self.reducer.under_way)
-        self._plan_step()
+        self.passes = Passes(self, self.reducer.under_way)
+        self.forward = Forward(self, self.passes)
+        self.backward = Backward(self, self.passes, self.reducer)
         self.ledger.reset_peak()
 
-    def _plan_step(self) -> None:
-        traits = tuple(
-            Traits(u.name, u.frees, any(lane.grads for lane in u.lanes), u.publishes and self.mesh.world > 1)
-            for u in self.units
-        )
-        overlap = self.plan.overlap
-        prefetch = self.plan.prefetch if overlap else 0
-        train, backward = self._orders[orders.TRAIN], self._orders[orders.BACKWARD]
-        self.schedule = Schedule(traits, tuple(train), tuple(backward), prefetch, overlap)
-        evaluation = self._orders[orders.EVAL]
-        self._eval_schedule = Schedule(traits, tuple(evaluation), (), prefetch, overlap)
-
-    # ---- actions
+    @property
+    def schedule(self) -> Schedule:
+        return self.passes.schedule
 
     def record(self, verb: str, unit: int) -> None:
         if self.trace is not None:
             self.trace.append(Action(verb, unit))
 
-    def _do(self, actions: Sequence[Action], walk: Walk | None) -> None:
-        for action in actions:
-            unit = self.units[action.unit]
-            if action.verb == "gather":
-                self.gathers.ahead(unit, walk)
-            elif action.verb == "wait":
-                self.gathers.arrive(unit, walk)
-            elif action.verb == "swap_in":
-                self.record("swap_in", unit.index)
-                unit.swap_in()
-            elif action.verb == "swap_out":
-                self.record("swap_out", unit.index)
-                unit.swap_out()
-            elif action.verb == "free":
-                self._free(unit)
+    # ---- gradients
 
-    def _free(self, unit: Unit) -> None:
-        if unit.frees and unit.index not in self._stay and unit.index not in self._repeated:
-            self.record("free", unit.index)
-            unit.free()
-
-    # ---- forward
-
-    def forward_enter(self, unit: Unit, train: bool) -> None:
-        if unit.is_root:
-            self._begin_forward(train)
-        self._open.append(unit)
-        walk = self._forward
-        if walk is not None:
-            if unit.index in walk.entered and not unit.present:
-                self._repeated.add(unit.index)  # from the next step on it stays for the rest of the pass
-            walk.entered.append(unit.index)
-        self._used.add(unit.index)
-        plan = self.schedule if self._train else self._eval_schedule
-        actions = plan.at(sched.FORWARD_ENTER, unit.index)
-        self._do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
-
-    def _begin_forward(self, train: bool) -> None:
-        self.recover_forward()
-        self.recover_backward()
-        self._train = train
-        kind = orders.TRAIN if train else orders.EVAL
-        self._forward = self.gathers.forward_walk(self._orders[kind], kind not in self._orders.learned)
-
-    def forward_exit(self, unit: Unit) -> None:
-        if unit in self._open:
-            self._open.remove(unit)
-        plan = self.schedule if self._train else self._eval_schedule
-        actions = plan.at(sched.FORWARD_EXIT, unit.index)
-        self._do(actions or (Action("swap_out", unit.index), Action("free", unit.index)), None)
-        if unit.is_root:
-            self._end_forward()
-
-    def _end_forward(self) -> None:
-        walk, self._forward = self._forward, None
-        if walk is None:
-            return
-        self._diverged |= self.gathers.end_forward(walk)
-        kind = orders.TRAIN if self._train else orders.EVAL
-        if kind not in self._orders.learned:
-            self._orders.learn({kind: walk.entered})
-            self._plan_step()
-        elif self._orders.extend(kind, walk.extra):
-            self._plan_step()
-        keep = self._stay | self._repeated | ({0, self.schedule.stays} if self._train else {0})
-        for unit in self.units:  # kept, or gathered ahead, in case it was entered
-            if unit.frees and unit.present and unit.index not in keep:
-                unit.free()
-        if not self._train:
-            self._free(self.units[0])
-
-    # ---- backward
-
-    def backward_enter(self, unit: Unit) -> None:
-        """The gradient of a unit's output arrived, or its forward is computed again inside backward."""
-        self.begin_backward()
-        walk = self._backward
-        assert walk is not None
-        if 0 in self._used and 0 not in walk.entered and not unit.is_root:
-            self.backward_enter(self.units[0])  # the root's output may be this very unit's: the root comes first
-        if unit.is_root and 0 in walk.entered:
-            return
-        walk.entered.append(unit.index)
-        actions = self.schedule.at(sched.BACKWARD_ENTER, unit.index)
-        self._do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
-
-    def begin_backward(self) -> None:
-        """Once per backward, from its first event. The end is queued here too: see hooks.py."""
-        if self._in_backward:
-            return
-        self.recover_backward()
-        end = functools.partial(self.backward_end)
-        self._end = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        order = self.gathers.freed(self._orders[orders.BACKWARD], kept=(0, self.schedule.stays))
-        unlearned = orders.BACKWARD not in self._orders.learned
-        self._backward = Walk(self.gathers, order, unlearned, self.reducer.told_count if self.sync else 0)
-        self.reducer.begin(self._orders[orders.REDUCE], self._diverged)
-        self.norms.forget_all()
+    def begin_grads(self) -> None:
+        """A backward starts: what the user still has is added to, the rest is forgotten."""
         for unit in self.units:
             for lane in unit.lanes:
                 if lane.grads is not None:
@@ -223,81 +106,8 @@ class Engine:
         if self.plain:
             for slot in self.slots:
                 slot.user.grad = None
-        if torch.is_grad_enabled():
-            # create_graph: a second backward will read these parameters again.
-            self._stay.update(range(len(self.units)))
 
-    @torch.no_grad()
-    def collect(self, slot: Slot) -> None:
-        """Autograd has accumulated a parameter's gradient: take it."""
-        self.begin_backward()
-        grad, slot.full.grad = slot.full.grad, None
-        grads = slot.lane.grads
-        if grad is None or grads is None:
-            return
-        if self.plain and not self.first_batch.done:
-            self.first_batch.note(grad)
-        grads.collect(slot.index, grad.detach(), self.sync, f"unit {slot.unit.name!r}")
-        self.reducer.new.add(slot)
-        unit = slot.unit
-        if grads.complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
-            unit.endless_calls = 0
-            if self.sync:
-                self._ready(unit)
-            self._leave(unit)
-
-    def _ready(self, unit: Unit) -> None:
-        if not unit.is_root:  # the root's gradients may still grow until the end
-            self.reducer.ready(unit, lambda index: self.plain or index in self._used)
-
-    @torch.no_grad()
-    def backward_exit(self, unit: Unit) -> None:
-        """The gradients of a call's inputs are there."""
-        if self.sync and any(lane.grads is not None and any(lane.grads.pending) for lane in unit.lanes):
-            self._ready(unit)
-        self._leave(unit)
-
-    def _leave(self, unit: Unit) -> None:
-        """Swap out and free, unless part of the unit's backward is still to come."""
-        over = unit.open_calls == 0 and unit.endless_calls == 0 and unit not in self._open
-        if not unit.is_root and over and unit.swapped:
-            self.record("swap_out", unit.index)
-            unit.swap_out()
-            self._free(unit)
-
-    @torch.no_grad()
-    def backward_end(self) -> None:
-        walk, self._backward = self._backward, None
-        self._end = None
-        assert walk is not None
-        told = walk.finish(self.reducer.told() if self.sync else ())
-        self._repeated_free()
-        for unit in self.units:
-            unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
-            if unit in self._open:
-                continue  # this backward ran inside its forward (a force is the gradient of an energy)
-            if unit.swapped or (unit.frees and unit.present):
-                self.record("swap_out", unit.index)
-                unit.swap_out()
-                self._free(unit)
-        if not self.sync:
-            self.reducer.end_unreduced()
-        else:
-            self.reducer.end(told)
-        if self.plain:
-            self._attach_grads()
-        if not self.sync:
-            return
-        if orders.BACKWARD not in self._orders.learned and self.reducer.issued:
-            reduced = self.reducer.issued
-            if self.units[0].is_root:
-                reduced = [*(unit for unit in reduced if unit != 0), 0]
-            self._orders.learn({orders.BACKWARD: walk.entered, orders.REDUCE: reduced})
-            self._plan_step()
-        elif self._orders.extend(orders.BACKWARD, walk.extra):
-            self._plan_step()
-
-    def _attach_grads(self) -> None:
+    def attach_plain_grads(self) -> None:
         """Plain parameters get their sharded gradients where everybody looks for them."""
         self.first_batch.compare()
         for slot in self.slots:
@@ -317,46 +127,11 @@ class Engine:
                 slot.lane.grads.drop(slot.index)
         self.norms.forget_all()
 
-    def _repeated_free(self) -> None:
-        for index in self._repeated - self._stay - {unit.index for unit in self._open}:
-            self.units[index].free()
-
-    # ---- after an exception, see the Note at the top
-
-    @property
-    def _in_backward(self) -> bool:
-        return self._end is not None and self._end() is not None
-
-    def recover_forward(self) -> None:
-        """The model's forward is not running; if it seems so, it raised."""
-        if self._forward is not None and not self.mesh.stuck:  # else what is under way never arrives
-            self._forward = None
-            self._put_back()
-
-    def recover_backward(self) -> None:
-        """Before anything new: if the last backward raised, forget it."""
-        if self._backward is None or self._in_backward:
-            return
-        self._backward = self._end = None
-        self._put_back()
-        for unit in self.units:
-            unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
-        self.reducer.abandon()
-        self.norms.forget_all()
-        warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)
-
-    def _put_back(self) -> None:
-        self._open.clear()
-        for unit in self.units:
-            unit.swap_out()
-            if unit.frees and unit.index not in self._stay:
-                unit.free()
-
     # ---- step
 
     def step_order(self) -> list[Unit]:
         """Units in the order they are updated: that of the next forward, then what it did not enter."""
-        first = [0, *self._orders[orders.TRAIN]]
+        first = [0, *self.passes.orders[orders.TRAIN]]
         return [self.units[i] for i in dict.fromkeys([*first, *range(len(self.units))])]
 
     def publish(self, unit: Unit) -> None:
@@ -373,11 +148,9 @@ class Engine:
                         lane.wait()
 
     def end_step(self) -> None:
-        self._used.clear()
-        self._stay.clear()
-        self._diverged = False
+        self.passes.end_step()
         for unit in self.units:
-            if unit.frees and not self._in_backward and self._forward is None:
+            if unit.frees and not self.backward.running and self.forward.walk is None:
                 unit.free()
 
     def drain(self) -> None:

@@ -57,13 +57,13 @@ class Call:
             self.is_open = True
             self.unit.open_calls += self.closes
             self.unit.endless_calls += not self.closes
-        engine.backward_enter(self.unit)
+        engine.backward.enter(self.unit)
 
     def close(self, engine: Engine) -> None:
         if self.is_open:
             self.is_open = False
             self.unit.open_calls -= 1
-        engine.backward_exit(self.unit)
+        engine.backward.exit(self.unit)
 
 
 class Hooks:
@@ -123,7 +123,7 @@ class Hooks:
 
             @torch._dynamo.disable
             def always(module: nn.Module, args: tuple, output: Any) -> None:
-                self._engine.recover_forward()  # where forward raised, `after` did not run
+                self._engine.forward.recover()  # where forward raised, `after` did not run
 
             self._handles.append(module.register_forward_hook(always, always_call=True))
 
@@ -137,7 +137,7 @@ class Hooks:
         grad = torch.is_grad_enabled()
         if unit.is_root:
             self._calls.clear()  # an earlier forward may have raised half-way
-        engine.forward_enter(unit, grad)
+        engine.forward.enter(unit, grad)
         if unit.is_root:
             args, kwargs = self._prepare_root(args, kwargs)
         elif grad:
@@ -157,7 +157,7 @@ class Hooks:
             return
         engine = self._engine
         call = self._calls.pop() if self._calls else None
-        engine.forward_exit(unit)
+        engine.forward.exit(unit)
         if call is not None:
             for tensor in _needing_grad(output):
                 call.listen(tensor, engine)
@@ -165,7 +165,7 @@ class Hooks:
     def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
         """See Note [When a unit's backward is over]."""
         engine = self._engine
-        engine.backward_enter(unit)
+        engine.backward.enter(unit)
         if unit.hooked_calls == 0 and not unit.is_root and torch.is_grad_enabled():
             inputs = _needing_grad((args, kwargs))
             call = Call(unit, closes=bool(inputs))
@@ -228,7 +228,7 @@ def collect_from(full: nn.Parameter, slot: Slot) -> Any:
     def hook(param: Tensor) -> None:
         owner = ref()
         if owner is not None:
-            owner.engine.collect(owner)
+            owner.engine.backward.collect(owner)
 
     return full.register_post_accumulate_grad_hook(hook)
 
@@ -240,7 +240,7 @@ def take_off_before_backward(param: nn.Parameter, slot: Slot) -> None:
     def hook(grad: Tensor) -> None:
         owner = ref()
         if owner is not None:
-            owner.engine.begin_backward()
+            owner.engine.backward.begin()
 
     param.register_hook(hook)
 

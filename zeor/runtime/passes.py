@@ -1,0 +1,98 @@
+"""What the passes of one step share: the agreed orders, the schedule, and which units must stay.
+
+A pass is one walk of the model: a forward (forward.py) or a backward (backward.py). Both look an event up
+in the schedule and do its actions on units; this module carries those out and remembers, between passes and
+until the step, which units were entered, which are entered more than once, which autograd still reads.
+It knows neither hooks nor gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from zeor.runtime import order as orders
+from zeor.runtime.gathers import Gathers
+from zeor.runtime.order import Orders, Walk
+from zeor.runtime.schedule import Action, Schedule, Traits
+from zeor.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from zeor.runtime.engine import Engine
+
+
+class Passes:
+    def __init__(self, engine: Engine, under_way: Callable[[], str]):
+        self.engine, self.mesh, self.units, self.plan = engine, engine.mesh, engine.units, engine.plan
+        self.record = engine.record
+        self.orders = Orders(self.mesh, len(self.units))
+        self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, under_way)
+        self.open: list[Unit] = []  # units whose forward is running
+        self.used: set[int] = set()  # units entered since the last step
+        self.repeated: set[int] = set()  # units a pass enters more than once
+        self.stay: set[int] = set()  # units that must not be freed before the next step (create_graph)
+        self.diverged = False  # ranks have taken different paths in a forward since the last step
+        self.plan_step()
+
+    def plan_step(self) -> None:
+        """The schedule of a step along the orders as they are agreed now."""
+        world = self.mesh.world
+        traits = tuple(
+            Traits(u.name, u.frees, any(lane.grads for lane in u.lanes), u.publishes and world > 1) for u in self.units
+        )
+        overlap = self.plan.overlap
+        prefetch = self.plan.prefetch if overlap else 0
+        train, backward = self.orders[orders.TRAIN], self.orders[orders.BACKWARD]
+        self.schedule = Schedule(traits, tuple(train), tuple(backward), prefetch, overlap)
+        evaluation = self.orders[orders.EVAL]
+        self.eval_schedule = Schedule(traits, tuple(evaluation), (), prefetch, overlap)
+
+    def learn(self, kinds: dict[str, Sequence[int]]) -> None:
+        """Agree on the orders a pass showed, and plan anew."""
+        self.orders.learn(kinds)
+        self.plan_step()
+
+    def extend(self, kind: str, extra: Sequence[int]) -> None:
+        """Units a pass needed beside its order are in it from now on."""
+        if self.orders.extend(kind, extra):
+            self.plan_step()
+
+    # ---- actions
+
+    def do(self, actions: Sequence[Action], walk: Walk | None) -> None:
+        for action in actions:
+            unit = self.units[action.unit]
+            if action.verb == "gather":
+                self.gathers.ahead(unit, walk)
+            elif action.verb == "wait":
+                self.gathers.arrive(unit, walk)
+            elif action.verb == "swap_in":
+                self.record("swap_in", unit.index)
+                unit.swap_in()
+            elif action.verb == "swap_out":
+                self.record("swap_out", unit.index)
+                unit.swap_out()
+            elif action.verb == "free":
+                self.free(unit)
+
+    def free(self, unit: Unit) -> None:
+        if unit.frees and unit.index not in self.stay and unit.index not in self.repeated:
+            self.record("free", unit.index)
+            unit.free()
+
+    def free_repeated(self) -> None:
+        for index in self.repeated - self.stay - {unit.index for unit in self.open}:
+            self.units[index].free()
+
+    def put_back(self) -> None:
+        """After an exception: the user's own objects in every module, nothing gathered."""
+        self.open.clear()
+        for unit in self.units:
+            unit.swap_out()
+            if unit.frees and unit.index not in self.stay:
+                unit.free()
+
+    def end_step(self) -> None:
+        self.used.clear()
+        self.stay.clear()
+        self.diverged = False
