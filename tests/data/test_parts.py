@@ -20,7 +20,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -28,7 +27,8 @@ from torch.utils.data import (
 )
 
 from zeor import data
-from zeor.data import _shard_for, fingerprint
+from zeor.data import fingerprint
+from zeor.data.parts import shard_for
 
 
 class Numbers(Dataset):
@@ -47,7 +47,7 @@ class Numbers(Dataset):
 
 
 def parts(loader: Any, world: int, **options: Any) -> list[Any]:
-    return [_shard_for(loader, rank, world, **options) for rank in range(world)]
+    return [shard_for(loader, rank, world, **options) for rank in range(world)]
 
 
 def samples(loader: Any) -> list[int]:
@@ -102,7 +102,7 @@ def test_strided_so_that_global_batches_are_runs_of_the_order() -> None:
 
 def test_each_epoch_is_shuffled_anew_and_can_be_set() -> None:
     loader = DataLoader(Numbers(40), batch_size=4, shuffle=True)
-    sharded = _shard_for(loader, 0, 2)
+    sharded = shard_for(loader, 0, 2)
     epochs = [samples(sharded) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
     sharded.set_epoch(1)
@@ -110,7 +110,7 @@ def test_each_epoch_is_shuffled_anew_and_can_be_set() -> None:
     assert samples(sharded) == epochs[2], "epochs count on from the one that was set"
     sharded.sampler.set_epoch(0)
     assert samples(sharded) == epochs[0]
-    assert samples(_shard_for(loader, 0, 2, seed=5)) != epochs[0]
+    assert samples(shard_for(loader, 0, 2, seed=5)) != epochs[0]
 
 
 def test_order_does_not_depend_on_the_ranks_own_random_state() -> None:
@@ -119,7 +119,7 @@ def test_order_does_not_depend_on_the_ranks_own_random_state() -> None:
         torch.manual_seed(rank)
         generator = torch.Generator().manual_seed(rank)
         loader = DataLoader(Numbers(21), batch_size=3, shuffle=True, generator=generator)
-        per_rank.append(samples(_shard_for(loader, rank, 2)))
+        per_rank.append(samples(shard_for(loader, rank, 2)))
     check_cover(per_rank, 21, drop_last=False)
 
 
@@ -131,17 +131,17 @@ def test_random_states_are_left_as_they_were() -> None:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-    list(_shard_for(DataLoader(Numbers(9), shuffle=True), 0, 2).sampler)
+    list(shard_for(DataLoader(Numbers(9), shuffle=True), 0, 2).sampler)
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
 
 
 def test_shuffle_overrides_the_loader() -> None:
     shuffled = DataLoader(Numbers(30), batch_size=5, shuffle=True)
-    assert samples(_shard_for(shuffled, 0, 2, shuffle=False)) == list(range(0, 30, 2))
-    assert samples(_shard_for(DataLoader(Numbers(30), batch_size=5), 0, 2, shuffle=True)) != list(
+    assert samples(shard_for(shuffled, 0, 2, shuffle=False)) == list(range(0, 30, 2))
+    assert samples(shard_for(DataLoader(Numbers(30), batch_size=5), 0, 2, shuffle=True)) != list(
         range(0, 30, 2)
     )
-    assert sorted(samples(_shard_for(DataLoader(Numbers(30)), 0, 1, shuffle=True))) == list(range(30))
+    assert sorted(samples(shard_for(DataLoader(Numbers(30)), 0, 1, shuffle=True))) == list(range(30))
 
 
 def test_settings_and_class_are_taken_over() -> None:
@@ -152,8 +152,8 @@ def test_settings_and_class_are_taken_over() -> None:
         return [-x for x in batch]
 
     loader = Loader(Numbers(10), batch_size=3, collate_fn=collate, num_workers=1, drop_last=True, timeout=60)
-    sharded = _shard_for(loader, 1, 2)
-    assert type(sharded) is Loader
+    sharded = shard_for(loader, 1, 2)
+    assert isinstance(sharded, Loader)
     for name in ("batch_size", "collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "dataset"):
         assert getattr(sharded, name) == getattr(loader, name)
     assert list(sharded) == [[-1, -3, -5]]
@@ -161,8 +161,8 @@ def test_settings_and_class_are_taken_over() -> None:
 
 
 def test_drop_last_follows_the_loader() -> None:
-    keep = _shard_for(DataLoader(Numbers(9), batch_size=5), 0, 2)
-    drop = _shard_for(DataLoader(Numbers(9), batch_size=4, drop_last=True), 0, 2)
+    keep = shard_for(DataLoader(Numbers(9), batch_size=5), 0, 2)
+    drop = shard_for(DataLoader(Numbers(9), batch_size=4, drop_last=True), 0, 2)
     assert (len(keep.sampler), len(drop.sampler)) == (5, 4)
 
 
@@ -173,7 +173,7 @@ def test_custom_sampler_is_cut_from_one_common_draw() -> None:
         loader = DataLoader(
             Numbers(12), batch_size=2, sampler=WeightedRandomSampler([1.0] * 12, 12, replacement=False)
         )
-        drawn.append(samples(_shard_for(loader, rank, 3)))
+        drawn.append(samples(shard_for(loader, rank, 3)))
     check_cover(drawn, 12, drop_last=False)
 
 
@@ -186,7 +186,7 @@ def test_batch_sampler_deals_whole_batches() -> None:
     ]
     assert [len(part) for part in sharded] == [3, 3]
     with pytest.raises(ValueError, match="batch_sampler"):
-        _shard_for(DataLoader(Numbers(10), batch_sampler=batches), 0, 2, shuffle=True)
+        shard_for(DataLoader(Numbers(10), batch_sampler=batches), 0, 2, shuffle=True)
 
 
 def test_shuffling_batch_sampler_draws_alike_on_all_ranks() -> None:
@@ -194,52 +194,49 @@ def test_shuffling_batch_sampler_draws_alike_on_all_ranks() -> None:
     for rank in range(2):
         torch.manual_seed(rank)
         batches = BatchSampler(RandomSampler(range(12)), 3, drop_last=False)
-        drawn.append(samples(_shard_for(DataLoader(Numbers(12), batch_sampler=batches), rank, 2)))
+        drawn.append(samples(shard_for(DataLoader(Numbers(12), batch_sampler=batches), rank, 2)))
     check_cover(drawn, 12, drop_last=False)
 
 
 def test_unbatched_loader() -> None:
     loader = DataLoader(Numbers(5), batch_size=None)
-    assert list(_shard_for(loader, 1, 2)) == [1, 3, 0]
+    assert list(shard_for(loader, 1, 2)) == [1, 3, 0]
 
 
 def test_passes_through_what_is_already_right() -> None:
     plain = DataLoader(Numbers(4))
-    assert _shard_for(plain, 0, 1) is plain
     sampler: DistributedSampler = DistributedSampler(Numbers(4), num_replicas=2, rank=0)
     distributed = DataLoader(Numbers(4), sampler=sampler)
-    assert _shard_for(distributed, 0, 2) is distributed
-    sharded = _shard_for(plain, 0, 2)
-    assert _shard_for(sharded, 0, 2) is sharded
+    assert shard_for(distributed, 0, 2) is distributed
+    sharded = shard_for(plain, 0, 2)
+    assert shard_for(sharded, 0, 2) is sharded
 
 
 def test_dataset_is_a_subset() -> None:
-    part = _shard_for(Numbers(6), 1, 2)
+    part = shard_for(Numbers(6), 1, 2)
     assert isinstance(part, Subset)
     assert next(iter(DataLoader(part, batch_size=3))).tolist() == [1, 3, 5]
-    assert list(_shard_for([10, 11, 12], 0, 2)) == [10, 12]
+    assert list(shard_for([10, 11, 12], 0, 2)) == [10, 12]
 
 
 def test_refusals() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
-    with pytest.raises(ValueError, match="map-style"):
-        _shard_for(DataLoader(Stream()), 0, 2)
-    with pytest.raises(ValueError, match="map-style"):
-        _shard_for(iter(range(3)), 0, 2)
+    with pytest.raises(ValueError, match="list_iterator, which can be read only once"):
+        shard_for(iter([1, 2]), 0, 2)
+    with pytest.raises(ValueError, match="int is none of these"):
+        shard_for(3, 0, 2)
+    with pytest.raises(ValueError, match="uneven=True is for streams"):
+        shard_for(DataLoader(Numbers(3)), 0, 2, uneven=True)
     with pytest.raises(ValueError, match="mapping"):
-        _shard_for({"train": [1], "test": [2]}, 0, 2)
+        shard_for({"train": [1], "test": [2]}, 0, 2)
     with pytest.raises(ValueError, match="does not exist"):
-        _shard_for([1], 2, 2)
+        shard_for([1], 2, 2)
 
     class Endless:
         def __iter__(self) -> Any:
             return iter(int, 1)
 
     with pytest.raises(ValueError, match="__len__"):
-        _shard_for(DataLoader(Numbers(3), sampler=Endless()), 0, 2)
+        shard_for(DataLoader(Numbers(3), sampler=Endless()), 0, 2)
 
 
 def test_place_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,170 @@
+"""shard(): each rank its own part of a loader, a dataset or a stream. Decides which way; the ways are elsewhere.
+
+Nothing is communicated: every rank computes the same order and takes its turns in it. By default all ranks get
+equally many batches, because a rank with one batch more would wait for the others forever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from zeor.data.loader import is_sharded, loader_of_batches, loader_of_samples, loader_of_stream, sampler_for
+from zeor.data.place import place
+from zeor.data.sampler import RankSampler
+from zeor.data.stream import RankStream, Share
+
+SHUFFLE_BUFFER = 1000  # samples, where a stream is asked to shuffle and not told how far
+
+log = logging.getLogger("zeor")
+
+
+def shard(
+    data: Any,
+    *,
+    shuffle: bool | int | None = None,
+    seed: int = 0,
+    drop_last: bool | None = None,
+    uneven: bool = False,
+    mesh: Any = None,
+) -> Any:
+    """This rank's part of a DataLoader, of a dataset or of a stream.
+
+    A DataLoader comes back as a DataLoader of the same class and settings, whose batches hold this rank's
+    samples only. Its batch_size is per rank: the global batch is world size times as large. A loader that
+    shuffles is reshuffled every epoch, all ranks by the same permutation; epochs advance by themselves at
+    each iter(), and `set_epoch(n)` on the loader (or its sampler) sets the next one.
+    Other samplers are cut the same way: they run on every rank from one common seed, a batch_sampler's whole
+    batches dealt out in turn. A loader that has a DistributedSampler already is returned as it is.
+
+    `loader.state_dict()` says how much of the epoch the user has been given (not what workers prefetched);
+    after `loader.load_state_dict()` the next iter() goes on exactly there, also on another number of ranks: the
+    rest of the epoch is then dealt out anew, no sample twice and none lost.
+
+    A map-style dataset (__len__ and __getitem__) comes back as a torch Subset, a fixed part of it. To reshuffle
+    across ranks every epoch, and for a position, shard the loader instead.
+
+    A stream (an IterableDataset, any iterable that can be read anew each epoch, a generator function), alone or
+    in a DataLoader, is dealt out sample by sample over ranks and workers. It must be the same on all ranks: what
+    is random in it is to be drawn before its first sample, or seeded by its own set_epoch(), which is called.
+    Every rank and worker reads all of it, so do what is costly (decoding, tokenizing) in collate_fn, which sees
+    only this rank's samples. Its position is reached by reading up to it, or by its own state_dict() if it has
+    one (and num_workers=0 when it is saved).
+
+    shuffle     None: as the loader does (a dataset or stream: no). True or False overrides that. A stream is
+                shuffled through a buffer of that many samples (True: 1000).
+    seed        of the permutation. The loader's own generator has no say in it: it may differ by rank.
+    drop_last   for samples that the ranks cannot share evenly. False: up to world - 1 samples are seen
+                twice. True: as many are left out. None: as the loader does with its last batch (a dataset
+                or stream: False).
+    uneven      True, for streams: no sample twice and none left out, but a rank may get a batch more than another:
+                loop inside `with zeor.join(model):`. A stream of files that can cut itself
+                (`.shard(num_shards=, index=)`, as Hugging Face's) is then cut by files, each rank reading its own.
+    mesh        a DeviceMesh or process group to shard over; default: all ranks.
+    """
+    rank, world = place(mesh)
+    return shard_for(data, rank, world, shuffle=shuffle, seed=seed, drop_last=drop_last, uneven=uneven)
+
+
+def shard_for(
+    data: Any,
+    rank: int,
+    world: int,
+    *,
+    shuffle: bool | int | None = None,
+    seed: int = 0,
+    drop_last: bool | None = None,
+    uneven: bool = False,
+) -> Any:
+    """shard() for a given rank of a given world."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} does not exist in a world of {world}")
+    if isinstance(data, RankStream) or (isinstance(data, DataLoader) and is_sharded(data)):
+        return data
+    loader = data if isinstance(data, DataLoader) else None
+    source = data if loader is None else loader.dataset
+    if _is_stream(source):
+        drop = bool(loader.drop_last if drop_last is None and loader is not None else drop_last)
+        ends = "uneven" if uneven else "drop" if drop else "pad"
+        buffer_numel = SHUFFLE_BUFFER if shuffle is True else int(shuffle or 0)
+        stream = _stream(source, Share(rank, world, seed, buffer_numel, ends))
+        return stream if loader is None else loader_of_stream(loader, stream)
+    if uneven:
+        raise ValueError(f"uneven=True is for streams, and {type(source).__name__} is map-style: leave it out")
+    if loader is not None:
+        return _shard_loader(loader, rank, world, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if world == 1 and shuffle is None:
+        return data
+    inner = sampler_for(data, bool(shuffle))
+    return Subset(data, list(RankSampler(inner, rank, world, seed=seed, drop_last=bool(drop_last))))
+
+
+def _shard_loader(
+    loader: DataLoader, rank: int, world: int, *, shuffle: bool | int | None, seed: int, drop_last: bool | None
+) -> DataLoader:
+    own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    if own_batches and shuffle is not None:
+        raise ValueError("shuffle= has no meaning for a loader with its own batch_sampler: set it there")
+    dealt = loader.batch_sampler if own_batches else loader.sampler
+    if world == 1 and shuffle is None and not hasattr(dealt, "__len__"):
+        return loader  # perhaps an endless sampler: nothing to share, and nothing that a position could count in
+    if own_batches:
+        return loader_of_batches(loader, rank, world, seed, drop_last)
+    shuffle = None if shuffle is None else bool(shuffle)
+    return loader_of_samples(loader, rank, world, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+# ---- streams
+
+
+def _is_stream(data: Any) -> bool:
+    name = type(data).__name__
+    if isinstance(data, Mapping):
+        raise ValueError(f"zeor.data.shard takes one dataset, not a mapping of them ({name}): shard its values")
+    if isinstance(data, IterableDataset):
+        return True
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return False
+    if isinstance(data, Iterator):
+        raise ValueError(
+            f"zeor.data.shard was given a {name}, which can be read only once: give it the function that makes it, "
+            "or an object whose __iter__ begins anew each epoch"
+        )
+    if not hasattr(data, "__iter__") and not callable(data):
+        raise ValueError(
+            f"zeor.data.shard takes a DataLoader, a dataset (__len__ and __getitem__), an iterable or a function that "
+            f"returns one, and {name} is none of these"
+        )
+    return True
+
+
+def _stream(source: Any, share: Share) -> RankStream:
+    """The source dealt out; or, where it is or can be cut by ranks itself, this rank's own cut of it."""
+    alone = replace(share, rank=0, world=1, own=(share.rank, share.world))
+    if share.world > 1 and _is_cut_by_rank(source):
+        log.warning(
+            "zeor: %s is split by rank already, so ranks may run out of data at different times: loop inside "
+            "`with zeor.join(model):`.",
+            type(source).__name__,
+        )
+        return RankStream(source, alone)
+    if share.world > 1 and share.ends == "uneven" and _shards_numel(source) >= share.world:
+        return RankStream(source.shard(num_shards=share.world, index=share.rank), alone)
+    return RankStream(source, share)
+
+
+def _is_cut_by_rank(source: Any) -> bool:
+    """Hugging Face's split_dataset_by_node, or webdataset's split_by_node in a pipeline."""
+    stages = getattr(source, "pipeline", None)
+    named = [getattr(stage, "__name__", "") for stage in stages] if isinstance(stages, (list, tuple)) else []
+    return getattr(source, "_distributed", None) is not None or "split_by_node" in named
+
+
+def _shards_numel(source: Any) -> int:
+    """Into how many parts the source can cut itself; 0: it cannot."""
+    numel = getattr(source, "num_shards", getattr(source, "n_shards", 0))
+    return numel if callable(getattr(source, "shard", None)) and isinstance(numel, int) else 0

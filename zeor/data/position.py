@@ -1,0 +1,103 @@
+"""Where a pass over the data stands, counted over all ranks together, and the one seed all ranks draw from.
+
+An epoch has one order, the same on every rank; ranks take turns in it. So "the first `consumed` items of this
+epoch are done" says everything, on any number of ranks: the rest is dealt out anew. Knows neither samplers,
+streams nor loaders.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+VERSION = 1
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass: items [start, ...) of an epoch's order. `handed` of them are with the users of all ranks."""
+
+    epoch: int
+    start: int
+    handed: int = 0
+
+    @property
+    def consumed(self) -> int:
+        return self.start + self.handed
+
+
+class Position:
+    """The next pass, and the running one until it ends."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.start = 0
+        self.running: Pass | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is `epoch`, from its first item; or from where a loaded position says, if it is in it."""
+        if epoch != self.epoch:
+            self.start = 0
+        self.epoch, self.running = epoch, None
+
+    def begin(self) -> Pass:
+        """Start the next pass; the one after it will be the next epoch's."""
+        self.running = Pass(self.epoch, self.start)
+        self.epoch, self.start = self.epoch + 1, 0
+        return self.running
+
+    def end(self, finished: Pass) -> None:
+        if self.running is finished:
+            self.running = None
+
+    def now(self) -> tuple[int, int]:
+        """(epoch, items of it consumed by all ranks together)."""
+        return (self.running.epoch, self.running.consumed) if self.running else (self.epoch, self.start)
+
+    def go_to(self, epoch: int, consumed: int) -> None:
+        self.epoch, self.start, self.running = epoch, consumed, None
+
+
+def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int]:
+    """(epoch, consumed) of a saved state; ValueError where it belongs to other data or another order.
+
+    Between epochs nothing of the order is left to continue, so there data and settings may have changed.
+    """
+    if not isinstance(state, dict) or state.get("zeor_data") != VERSION:
+        raise ValueError(f"This is no position that zeor.data (version {VERSION}) saved: {state!r:.80}")
+    if state["kind"] != wanted["kind"]:
+        raise ValueError(f"The position was saved for {state['kind']}, and this loader reads {wanted['kind']}.")
+    for name, value in wanted.items():
+        if state["consumed"] and state.get(name) != value:
+            raise ValueError(
+                f"The position was saved in the middle of an epoch with {name}={state.get(name)!r}, and here {name} is "
+                f"{value!r}: the epoch cannot be continued; use the same data and settings, or set_epoch() to start "
+                "an epoch instead of loading this."
+            )
+    return int(state["epoch"]), int(state["consumed"])
+
+
+def part_numel(numel: int, world: int, drop_last: bool) -> int:
+    """How many of `numel` items each rank gets: the same number on all."""
+    return numel // world if drop_last else -(-numel // world)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch (CPU), random and numpy inside, and put them back as they were after."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach every GPU's generator too
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
