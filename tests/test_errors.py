@@ -136,14 +136,12 @@ def test_calls_that_need_a_sharded_model():
         assert sentence(call) == "This model is not sharded; call zeor.shard(model, optimizer) first."
 
 
-def test_a_model_still_on_meta_says_what_to_call():
+def test_a_drop_in_optimizer_of_a_model_on_meta_says_what_to_call():
     with torch.device("meta"):
         model = loops.net()
-    text = sentence(lambda: zeor.shard(model))
-    assert "'scale' is still on the meta device; call model.to_empty(device=...)" in text
-    partly = loops.net()
-    partly.head.to("meta")
-    assert "'head.weight' is still on the meta device" in sentence(lambda: zeor.shard(partly))
+    text = sentence(lambda: zeor.optim.SGD(model.named_parameters(), lr=0.1))
+    assert "'scale' is still on the meta device, and a drop-in optimizer needs its values" in text
+    assert "zeor.shard(model, optimizer), which takes such models" in text
 
 
 def test_a_model_on_two_devices():

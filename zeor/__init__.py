@@ -1,13 +1,33 @@
 """zeor: ZeRO (the Zero Redundancy Optimizer) for PyTorch."""
 
 from zeor import data, optim
-from zeor.api import clip_grad_norm_, full_params, no_sync, predict, report, shard, traffic, unshard
+from zeor.api import (
+    clip_grad_norm_,
+    ema,
+    full_params,
+    init_parameters,
+    iter_full,
+    join,
+    load_pretrained,
+    mean_loss,
+    no_sync,
+    on_meta,
+    penalty,
+    predict,
+    report,
+    shard,
+    sync_buffers,
+    total,
+    traffic,
+    unshard,
+)  # fmt: skip
 from zeor.comm.launch import RankError, launch
 from zeor.plan import Plan, Precision
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Plan", "Precision", "RankError", "clip_grad_norm_", "data", "full_params", "launch", "no_sync", "optim",
-    "predict", "report", "shard", "traffic", "unshard",
+    "Plan", "Precision", "RankError", "clip_grad_norm_", "data", "ema", "full_params", "init_parameters", "iter_full",
+    "join", "launch", "load_pretrained", "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict", "report",
+    "shard", "sync_buffers", "total", "traffic", "unshard",
 ]  # fmt: skip

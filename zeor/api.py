@@ -8,44 +8,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from zeor.comm import verbs
+from zeor.checkpoint.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory import device as devices
 from zeor.memory.view import View
-from zeor.optim.stepper import Stepper, check_kind, check_parameters
+from zeor.optim.checks import check_kind, check_parameters
+from zeor.optim.ema import ema
+from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
 from zeor.planner.startup import show_start
-from zeor.runtime import full
+from zeor.runtime import events, full, meta, module_buffers
+from zeor.runtime.compiled import compile_in_place, unwrapped
 from zeor.runtime.discover import find_units
 from zeor.runtime.engine import Engine
+from zeor.runtime.entries import find_entries
 from zeor.runtime.hooks import Hooks
+from zeor.runtime.initialise import init_parameters
+from zeor.runtime.join import join
 from zeor.runtime.keys import lane_key
+from zeor.runtime.mean_loss import mean_loss
+from zeor.runtime.meta import on_meta
+from zeor.runtime.penalty import penalty
+from zeor.runtime.sharded import ATTRIBUTE as _ATTRIBUTE
+from zeor.runtime.sharded import Sharded
+from zeor.runtime.sharded import state_of as _state
+from zeor.runtime.stream import iter_full
+from zeor.runtime.totals import total
 from zeor.runtime.unit import Slot
-
-
-class Sharded:
-    """What belongs to one sharded model: its engine, its hooks, its optimizers."""
-
-    def __init__(self, engine: Engine, hooks: Hooks):
-        self.engine, self.hooks = engine, hooks
-        self.steppers: list[Stepper] = []
-        self.shown = False  # inside full_params
-
-    # A model copied or pickled inside full_params is a plain one.
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-# Kept on the model itself, so that model and engine go together when the user lets go of them.
-_ATTRIBUTE = "_zeor_sharded"
+from zeor.runtime.wrapped import refuse_wrapped
 
 
 def shard(
@@ -54,6 +50,7 @@ def shard(
     *,
     mesh: Any = None,
     units: Sequence[nn.Module | type] | None = None,
+    device: Any = None,
     **options: Any,
 ) -> Any:
     """Shard a model and its optimizer(s) over the ranks, in place. Returns (model, optimizer), or the model
@@ -65,25 +62,35 @@ def shard(
     reduction="mean" gradients are averaged over ranks; "sum" adds them.
     units=None       modules or classes gathered as one; None finds them.
     mesh=None        a one-dimensional DeviceMesh or a process group; None is every rank.
+    device=None      where the parameters are to live; None is where they are. A model on the meta device goes to
+                     this rank's accelerator or the CPU; fill it by zeor.load_pretrained or zeor.init_parameters.
     overlap=True     communicate while computing; the results are the same bits either way.
     prefetch=1       units gathered ahead.
     kernel="auto"    one-pass update on a GPU where it can do the optimizer's arithmetic; "stock" refuses it.
     deterministic=False  True sums gradients in rank order on every backend (Gloo always does).
-    sync_buffers=False   True sends rank 0's buffers to all ranks before each training forward, as DDP does.
+    buffers="mean"   what becomes of buffers that training changed (BatchNorm's statistics) at each step: their mean
+                     over ranks, "rank0" for rank 0's as in DDP, "local" to leave each rank its own.
+    nonfinite="warn" what a step does about gradients with inf or nan: "warn", "raise", "skip" (the step, on every
+                     rank), "ignore". Where the loop computes no norm, "raise" and "skip" cost a small exchange.
     timeout=600      seconds a collective may take before every rank raises.
+    methods=()       methods beside forward that you call on the model, such as "encode" or "decoder.forward".
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
     optimizers = _as_list(optimizer)
     if vars(model).get(_ATTRIBUTE) is not None:
-        return _add_optimizers(model, optimizer, optimizers, options or units or mesh)
+        return _add_optimizers(model, optimizer, optimizers, options or units or mesh or device)
     plan = Plan.parse(options)
+    compile_in_place(model)
+    units = units and [unwrapped(unit) for unit in units]
+    refuse_wrapped(model, optimizers)
     _refuse_nested(model)
-    device = devices.device_of(model)
-    ensure_process_group(device, plan.timeout)
-    the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
+    entries = find_entries(model, plan.methods)
+    place = devices.device_of(model, device, getattr(mesh, "device_type", None))
+    ensure_process_group(place, plan.timeout)
+    the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
     engine = _build(model, plan, the_mesh, units, optimizers)
-    state = Sharded(engine, Hooks(engine, model))
+    state = Sharded(engine, Hooks(engine, entries))
     vars(model)[_ATTRIBUTE] = state
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
@@ -118,16 +125,23 @@ def _refuse_nested(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, View):
             raise ValueError(f"Parameter {name!r} belongs to a model that is sharded already; zeor.unshard that first.")
+        if is_lazy(param):
+            raise ValueError(
+                f"Parameter {name!r} of a lazy module has no shape yet; run one forward of the model before zeor.shard."
+            )
 
 
 def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: list[Optimizer]) -> Engine:
     """Find units, compare ranks, pack, and turn the user's parameters into views."""
     specs = find_units(model, units)
+    _drop_old_graphs(model)
     engine = Engine(plan, mesh)
     slots = {spec.name: [Slot(engine, name, p, owners) for name, p, owners in spec.params] for spec in specs}
     same_everywhere(mesh, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
     same_everywhere(mesh, "models", [_describe(s, spec.name) for spec in specs for s in slots[spec.name]])
     engine.slots = [slot for spec in specs for slot in slots[spec.name]]
+    meta.settle(mesh, model, engine.slots, engine.unfilled)
+    meta.check_states(optimizers, engine.slots)
     for each in optimizers:
         check_parameters(engine, each)
     _compare_optimizers(mesh, engine, optimizers)
@@ -135,15 +149,24 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
         check_kind(engine, each)
     engine.slots = []
     for spec in specs:
+        meta.receive_values(slots[spec.name], mesh.device)
         keys = {slot: lane_key(slot.user, slot.owners, plan.precision) for slot in slots[spec.name]}
         unit = engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
         for slot in unit.slots:
             _become_view(slot)
-    for name, buffer in model.named_buffers():
-        verbs.broadcast(mesh, buffer, f"broadcast of buffer {name!r}")
+    meta.place_buffers(mesh, model, engine.unfilled)
     engine.ready()
+    engine.watch_buffers(model)
     devices.trim_host_memory()
     return engine
+
+
+def _drop_old_graphs(model: nn.Module) -> None:
+    """A tensor that a module keeps from an earlier computation (the old weight_norm does) would hold parameters."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(module)[name] = value.detach()
 
 
 def _describe(slot: Slot, unit: str) -> str:
@@ -179,16 +202,10 @@ def _become_view(slot: Slot) -> None:
         torch.utils.swap_tensors(slot.user, view)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Parameter {slot.name!r} is still held elsewhere (an autograd graph of an earlier loss, or a weak "
-            f"reference), so it cannot be sharded in place; delete that first. torch said: {error}"
+            f"Parameter {slot.name!r} is still held elsewhere (an autograd graph of an earlier loss, a weak "
+            "reference, or a DistributedDataParallel around it), so it cannot be sharded in place; delete that first. "
+            f"torch said: {error}"
         ) from error
-
-
-def _state(model: nn.Module) -> Sharded:
-    state = vars(model).get(_ATTRIBUTE)
-    if state is None:
-        raise ValueError("This model is not sharded; call zeor.shard(model, optimizer) first.")
-    return state
 
 
 @contextmanager
@@ -214,7 +231,12 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
             raise RuntimeError("zeor.full_params is open already; ask for write= or grads= in the outer one.")
         yield model
         return
-    engine, params = state.engine, full.all_values(state.engine)
+    engine = state.engine
+    if write:
+        engine.announce(events.OTHER, "zeor.full_params(write=True)")
+    else:
+        engine.announce(events.FULL, {"grads": grads})
+    params = full.all_values(engine, blank=write)
     if grads:
         full.attach_grads(engine, params)
     state.hooks.pause()
@@ -228,6 +250,7 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
     finally:
         state.shown = False
         full.hide(engine)
+        full.keep_flags(params)
         state.hooks.resume()
 
 
@@ -255,9 +278,11 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     """Give back a plain model and plain optimizer(s): full parameters and full state on every rank."""
     state = _state(model)
     engine = state.engine
+    engine.announce(events.OTHER, "zeor.unshard")
     params = full.all_values(engine)
-    for stepper in list(state.steppers):
-        _unshard_optimizer(stepper)
+    states = [stepper.whole_state() for stepper in state.steppers]  # all of them before any is changed: one may refuse
+    for stepper, whole in zip(state.steppers, states):
+        stepper.unshard(whole)
     state.hooks.remove()
     for slot, param in params.items():
         for module, attr in slot.owners:
@@ -270,15 +295,21 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     return model if optimizer is None else (model, optimizer)
 
 
-def _unshard_optimizer(stepper: Stepper) -> None:
-    optimizer = stepper.optimizer
-    order = [param for group in optimizer.param_groups for param in group["params"]]
-    whole = {param: stepper.segments.whole(param) for param in order}
-    optimizer.state.clear()
-    for param, entries in whole.items():
-        if entries:
-            optimizer.state[param] = entries
-    stepper.unpatch()
+def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
+    """Make the persistent buffers of a model, sharded or plain, the same on every rank now: the mean of floating ones
+    and rank 0's of others, or with how="rank0" rank 0's of all. Every rank calls it, before an evaluation or a save.
+    A sharded model's own steps do this already (buffers=); a drop-in optimizer does not know the model."""
+    state = vars(model).get(_ATTRIBUTE)
+    if state is not None:
+        state.engine.announce(events.OTHER, "zeor.sync_buffers")
+        the_mesh = state.engine.mesh
+    else:
+        place, plan = devices.device_of(model), Plan()
+        ensure_process_group(place, plan.timeout)
+        the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
+    module_buffers.sync_now(the_mesh, model, how)
+    if state is not None and state.engine.buffers is not None:
+        state.engine.buffers.all_same()
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:
@@ -297,9 +328,12 @@ def report(model: nn.Module) -> dict[str, int]:
         for lane in unit.lanes
     )
     roles = {role: measured.get(role, 0) for role in ("compute", "grad", "master")}
+    if state.averages:
+        roles["ema"] = sum(average.nbytes() for average in state.averages)
     return {**roles, "moments": moments, "padding": padding, "transient_peak": state.engine.ledger.peak_nbytes}
 
 
 __all__ = [
-    "clip_grad_norm_", "full_params", "no_sync", "predict", "report", "shard", "traffic", "unshard",
+    "clip_grad_norm_", "ema", "full_params", "init_parameters", "iter_full", "join", "load_pretrained", "mean_loss",
+    "no_sync", "on_meta", "penalty", "predict", "report", "shard", "sync_buffers", "total", "traffic", "unshard",
 ]  # fmt: skip

@@ -67,14 +67,18 @@ class Plan:
     prefetch: int = 1
     kernel: str = "auto"
     deterministic: bool = False
-    sync_buffers: bool = False
+    buffers: str = "mean"
+    nonfinite: str = "warn"
     timeout: float = 600.0
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
             raise ValueError(f"stage={self.stage!r} is not a ZeRO stage; use 0, 1, 2 or 3.")
         _one_of("reduction", self.reduction, ("mean", "sum"))
         _one_of("kernel", self.kernel, ("auto", "stock"))
+        _one_of("buffers", self.buffers, ("mean", "rank0", "local"))
+        _one_of("nonfinite", self.nonfinite, ("warn", "raise", "skip", "ignore"))
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch!r}; give how many units to gather ahead: 0, 1, 2, ...")
         if not self.timeout > 0:
@@ -89,6 +93,8 @@ class Plan:
                 raise TypeError(f"zeor has no option {name!r}{nearest(name, [*known, 'units', 'mesh'])}.")
         options = dict(options)
         options["precision"] = Precision.parse(options.get("precision"))
+        methods = options.get("methods") or ()
+        options["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if options.get("timeout") is None:
             options.pop("timeout", None)
         return Plan(**options)

@@ -89,6 +89,22 @@ def check_broadcast(mesh: Mesh, dtype: torch.dtype) -> None:
     turned = values(mesh.rank + 1, 15, dtype).view(3, 5).t()  # not contiguous
     verbs.broadcast(mesh, turned, "broadcast")
     assert torch.equal(turned, values(1, 15, dtype).view(3, 5).t())
+    last = values(mesh.rank + 1, NUMEL, dtype)
+    verbs.broadcast(mesh, last, "broadcast from the last rank", mesh.world - 1)
+    assert same_bits(last, values(mesh.world, NUMEL, dtype))
+
+
+def check_all_to_all(mesh: Mesh, dtype: torch.dtype) -> None:
+    """Rank r sends rank q a part of r * q elements: some are empty, and rank 0 sends and gets nothing at all."""
+
+    def parts(sender: int) -> list[Tensor]:
+        return [values(10 * sender + taker, sender * taker, dtype) for taker in range(mesh.world)]
+
+    sent, wanted = parts(mesh.rank), [parts(sender)[mesh.rank] for sender in range(mesh.world)]
+    numels = [[part.numel() for part in each] for each in (wanted, sent)]
+    received = torch.empty(sum(numels[0]), dtype=dtype)
+    found = verbs.all_to_all(mesh, received, torch.cat(sent), *numels, "all to all").wait()
+    assert found is received and same_bits(found, torch.cat(wanted))
 
 
 def check_gather_vector(mesh: Mesh, dtype: torch.dtype) -> None:
@@ -126,6 +142,7 @@ def check_verbs() -> int:
         check_gather(mesh, dtype)
         check_gather_in_place(mesh, dtype)
         check_broadcast(mesh, dtype)
+        check_all_to_all(mesh, dtype)
         check_gather_vector(mesh, dtype)
     for dtype in FLOATS:
         for factor in (1.0, 1.0 / mesh.world, 3.0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -285,15 +284,3 @@ def check_freezing(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_trainable_parameter_can_be_frozen_and_freed_again(ranks, stage):
     ranks(check_freezing, 2, stage)
-
-
-def check_frozen_at_shard() -> None:
-    model = loops.net()
-    model.head.requires_grad_(False)
-    zeor.shard(model, torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1), stage=3)
-    text = error_of(lambda: model.head.weight.requires_grad_(True))
-    assert re.search(r"'head.weight' was frozen when zeor.shard ran.*zeor.unshard", text)
-
-
-def test_unfreezing_what_was_frozen_at_shard_says_what_to_do(ranks):
-    ranks(check_frozen_at_shard, 2)

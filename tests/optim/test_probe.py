@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import zeor
 from tests import loops
 from zeor.optim import _known
-from zeor.optim.probe import Kind, probe
+from zeor.optim.probe import Kind, probe, probe_groups
 
 ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -134,64 +134,60 @@ def test_a_counter_in_the_group_counts_once_per_step(ranks, stage):
     ranks(check_exact, 2, CountingSGD, stage)
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_elementwise_optimizers_equal_plain_pytorch(ranks, stage, name):
-    ranks(check_exact, 2, getattr(torch.optim, name), stage)
-
-
-def test_an_optimizer_over_whole_parameters_works_at_stage_0(ranks):
-    ranks(check_exact, 2, NormedSGD, 0)
-    ranks(check_exact, 2, torch.optim.Adafactor, 0)
-    ranks(check_muon, 2)
-
-
-def check_muon() -> None:
-    plain, model = (nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 5, bias=False)) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    theirs, mine = (torch.optim.Muon(each.parameters(), lr=0.1) for each in (plain, model))
-    zeor.shard(model, mine, stage=0)
-    loops.train(plain, theirs, range(3), lambda m, s: loops.joint_loss(m, s, torch.float32))
-    loops.train(model, mine, range(3), lambda m, s: loops.own_loss(m, s, torch.float32))
-    with zeor.full_params(model):  # Muon itself computes in bf16
-        loops.assert_close(loops.values(model), loops.values(plain), rtol=0, atol=2e-3)
-
-
-def check_refused(name: str) -> str:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    optimizer = getattr(torch.optim, name)(model.parameters())
-    before = loops.values(model)
-    with pytest.raises(ValueError) as caught:
-        zeor.shard(model, optimizer, stage=3)
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    loops.assert_equal(loops.values(model), before)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", sorted(WHOLE | set(CANNOT)))
-def test_other_optimizers_get_one_sentence(ranks, name):
-    texts = ranks(check_refused, 2, name)
-    assert texts[0] == texts[1] and texts[0].startswith(name)
-    if name in WHOLE:
-        assert "is not element-wise" in texts[0] and "stage=0" in texts[0]
-    else:
-        assert CANNOT[name] in texts[0] and "AdamW" in texts[0]
-
-
 def test_a_world_of_one_runs_whole_matrix_optimizers_at_every_stage():
     for stage in (0, 1, 2, 3):
         check_exact(NormedSGD, stage)
         check_exact(torch.optim.Adafactor, stage)
 
 
-def check_refused_model_is_usable() -> None:
-    """A refused shard() leaves the model as it was."""
-    model = loops.net()
-    with pytest.raises(ValueError, match="not element-wise"):
-        zeor.shard(model, NormedSGD(model.parameters()), stage=2)
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+# ---- what a small toy of one group would not show
 
 
-def test_a_refused_optimizer_leaves_the_model_plain(ranks):
-    ranks(check_refused_model_is_usable, 2)
+class BlockScaledSGD(Optimizer):
+    """Scales large matrices by their rows, and small ones not at all."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                scale = param.grad.norm(dim=1, keepdim=True) if param.dim() > 1 and min(param.shape) >= 128 else 1.0
+                param.add_(param.grad / scale, alpha=-group["lr"])
+
+
+class Switched(NormedSGD):
+    """Normed or plain by a setting of its group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                scale = param.grad.norm() if group["normed"] else 1.0
+                param.add_(param.grad / scale, alpha=-group["lr"])
+
+
+def test_what_looks_at_rows_of_large_matrices_only_is_found():
+    assert kind_of(BlockScaledSGD) == Kind(elementwise=False, separable=True)
+
+
+def test_a_learning_rate_of_zero_hides_nothing():
+    assert not kind_of(NormedSGD, lr=0.0).elementwise
+    assert not kind_of(torch.optim.Adafactor, lr=torch.tensor(0.0)).elementwise
+
+
+def test_each_group_is_tried_for_itself():
+    groups = [{"params": [nn.Parameter(torch.rand(3, 3))], "normed": on} for on in (False, True, False)]
+    kinds = probe_groups(Switched(groups), torch.device("cpu"), torch.float32)
+    assert [kind.elementwise for kind in kinds] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "Adagrad", "NAdam"])
+def test_a_trained_optimizer_can_be_tried_whatever_its_state(name):
+    param = nn.Parameter(torch.rand(3, 2))
+    optimizer = getattr(torch.optim, name)([param])
+    param.grad = torch.rand(3, 2)
+    optimizer.step()
+    kind = probe(optimizer, torch.device("cpu"), torch.float32)
+    assert kind.failed is None and kind.elementwise == (name in ELEMENTWISE)

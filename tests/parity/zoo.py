@@ -37,13 +37,17 @@ class no_float32(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
+        if not isinstance(first, Tensor):
+            return func(*args, **kwargs)
+        if first.dtype == torch.float64:
             if func is Tensor.float:
                 return first
             if func is Tensor.to:
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        elif func is Tensor.float and not first.is_floating_point():  # positions, to be multiplied by frequencies
+            return first.double()
         return func(*args, **kwargs)
 
 

@@ -104,10 +104,10 @@ def table(world: int, stage: int, precision: str, rank: int) -> dict[str, int]:
         narrow = precision == "bf16" and not keeps_fp32
         itemsize = 2 if narrow else 4
         total["compute"] += itemsize * (part if stage == 3 else full)
+        # A master beside bf16 is the other half of its bits, frozen ones' too; beside fp32 it is compute itself.
+        total["master"] += 2 * (full if stage == 0 else part) if narrow else 0
         if trainable:
             total["grad"] += itemsize * (full if stage < 2 else part)
-            # A master beside bf16 is the other half of its bits; beside fp32 it is compute itself.
-            total["master"] += 2 * (full if stage == 0 else part) if narrow else 0
             total["moments"] += 2 * 4 * (everything if stage == 0 else mine)
     return total
 

@@ -71,17 +71,18 @@ def sent(lanes: Iterable[list], world: int) -> int:
 
 
 def theory(world: int, stage: int, forwards: int = 1, backwards: int = 1, reducing: int = 1) -> Cost:
-    """One step of `forwards` forward and `backwards` backward passes, of which `reducing` are outside no_sync."""
+    """One step of `forwards` forward and `backwards` backward passes, of which `reducing` are outside no_sync. As
+    something is frozen, each forward that has a backward begins with an agreement on what trains."""
     trained = [ROOT, *[BLOCK] * COUNT]
     everything, again = [*trained, *[FROZEN] * COUNT], [*[BLOCK, FROZEN] * (COUNT - 1)]
     if stage == 3:
         gathers = len(everything) * forwards + len(again) * backwards
         gather_nbytes = sent(everything, world) * forwards + sent(again, world) * backwards
-        agrees = forwards + backwards  # a pass of gathers ends when nobody needs another
+        agrees = forwards + backwards + backwards  # a pass of gathers ends when nobody needs another
     else:
         times = reducing if stage == 0 else 1  # stage 0 gathers each sum, 1 and 2 publish each update
         gathers, gather_nbytes = len(trained) * times, sent(trained, world) * times
-        agrees = reducing
+        agrees = reducing + backwards
     return Cost(gathers, gather_nbytes, len(trained) * reducing, sent(trained, world) * reducing, agrees)
 
 

@@ -53,10 +53,11 @@ def same_everywhere(mesh: Mesh, what: str, lines: list[str]) -> None:
     raise ValueError(f"The ranks' {what} differ: {first_difference(everyone[0], everyone[odd], odd)}.")
 
 
-def first_difference(ours: list[str], theirs: list[str], rank: int) -> str:
+def first_difference(ours: list[str], theirs: list[str], rank: int, first: int = 0) -> str:
+    """Between rank `first` and rank `rank`."""
     for a, b in zip(ours, theirs):
         if a != b:
-            return f"rank 0 has {a}, rank {rank} has {b}"
+            return f"rank {first} has {a}, rank {rank} has {b}"
     if len(ours) > len(theirs):
-        return f"rank 0 has {ours[len(theirs)]}, rank {rank} has nothing there"
-    return f"rank {rank} has {theirs[len(ours)]}, rank 0 has nothing there"
+        return f"rank {first} has {ours[len(theirs)]}, rank {rank} has nothing there"
+    return f"rank {rank} has {theirs[len(ours)]}, rank {first} has nothing there"

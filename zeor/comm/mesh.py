@@ -58,6 +58,24 @@ def make_mesh(mesh: Any, device: torch.device, deterministic: bool, timeout: flo
     return Mesh(rank, world, device, gather, reduce, control, native, backend == "fake", timeout, backend=backend)
 
 
+def control_mesh(mesh: Any) -> Mesh:
+    """The ranks of a mesh for small host messages alone, by a group that is there already if any is."""
+    parent = _parent_group(mesh)
+    host = torch.device("cpu")
+    if parent is None or dist.get_world_size(parent) == 1:
+        return Mesh(rank=0, world=1, device=host)
+    rank, world = dist.get_rank(parent), dist.get_world_size(parent)
+    known = next(iter(_groups.get(parent, {}).values()), None)
+    config = str(dist.get_backend_config(parent))
+    if known is not None:
+        control = known[2]
+    elif "cpu:gloo" in config or config == "gloo" or "fake" in config:
+        control = parent
+    else:
+        control = _groups_over(parent, torch.accelerator.current_accelerator() or host, 600.0)[2]
+    return Mesh(rank, world, host, control=control, fake="fake" in config)
+
+
 def _parent_group(mesh: Any) -> Any:
     if mesh is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -1,4 +1,4 @@
-"""The exact verbs: gather, reduce, broadcast, and the small sums and maxima ranks agree by.
+"""The exact verbs: gather, reduce, all_to_all, broadcast, and the small sums and maxima ranks agree by.
 
 A verb starts its collective and returns a `Move`; `Move.wait()` finishes it. Waiting makes the
 current stream wait on an accelerator, and the host on a CPU. Gathers and all-to-alls move bytes, so
@@ -142,13 +142,31 @@ def _sum_in_rank_order(parts: Tensor, factor: float, into: Tensor) -> Tensor:
     return into
 
 
-def broadcast(mesh: Mesh, tensor: Tensor, label: str) -> None:
-    """Rank 0's values everywhere, at once."""
+def all_to_all(
+    mesh: Mesh, received: Tensor, sent: Tensor, received_numels: Sequence[int], sent_numels: Sequence[int], label: str
+) -> Move:
+    """To every rank a part of its own: `sent` holds one for each rank, in rank order, and `received` becomes the parts
+    the ranks sent here. Parts may be of any length, none included. Travels beside gathers, on the reduce group."""
+    if mesh.world == 1:
+        return Move(mesh, label, (), lambda: received.copy_(sent))
+    assert sum(sent_numels) == sent.numel() and sum(received_numels) == received.numel()
+    mesh.traffic.count("all_to_all", (sent.numel() - sent_numels[mesh.rank]) * sent.itemsize)
+    into, out = ([numel * sent.itemsize for numel in numels] for numels in (received_numels, sent_numels))
+    work = _start(
+        mesh,
+        label,
+        lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), into, out, group=mesh.reduce, async_op=True),
+    )
+    return Move(mesh, label, [work], lambda: received)
+
+
+def broadcast(mesh: Mesh, tensor: Tensor, label: str, rank: int = 0) -> None:
+    """One rank's values everywhere, at once."""
     if mesh.world == 1 or tensor.numel() == 0:
         return
-    mesh.traffic.count("broadcast", tensor.nbytes if mesh.rank == 0 else 0)
+    mesh.traffic.count("broadcast", tensor.nbytes if mesh.rank == rank else 0)
     flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-    source = dist.get_global_rank(mesh.gather, 0)
+    source = dist.get_global_rank(mesh.gather, rank)
     work = _start(mesh, label, lambda: dist.broadcast(_bytes(flat.view(-1)), source, group=mesh.gather, async_op=True))
     Move(mesh, label, [work], lambda: flat).wait()
     if flat is not tensor:

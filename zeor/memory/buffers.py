@@ -107,6 +107,12 @@ class FullBuffer:
             self._storage.resize_(0)
             self._ledger.drop(self.kind, self.nbytes)
 
+    def let_go(self) -> None:
+        """Not this buffer's any more: its memory lives as long as a tensor over it does."""
+        if self._ledger is not None and self.inflated:
+            self._ledger.drop(self.kind, self.nbytes)
+            self._ledger = None
+
     def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
         """A tensor over this storage with a version counter of its own: filling the buffer does not
         look like an in-place change to autograd, so tensors saved before a free stay usable after it."""

@@ -9,14 +9,50 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The one device a model's parameters are on, or a sentence that says what is wrong."""
-    return one_device(model.named_parameters())
+def device_of(model: nn.Module, wanted: Any = None, mesh_type: str | None = None) -> torch.device:
+    """Where a sharded model is to live: where it is said to (`wanted`); else where its parameters are; else, as all
+    are on the meta device, on the mesh's kind of device, this rank's accelerator or the CPU."""
+    if wanted is not None:
+        return _given(wanted)
+    params = list(model.named_parameters())
+    real = [(name, param) for name, param in params if param.device.type != "meta"]
+    if real or not params:
+        return one_device(real)
+    return default_device() if mesh_type is None else _given(mesh_type)
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return _given("cpu" if accelerator is None else accelerator.type)
+
+
+def _given(wanted: Any) -> torch.device:
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={wanted!r} is not a device; give one such as 'cpu' or 'cuda'.") from error
+    if device.type == "meta":
+        raise ValueError("device='meta' holds no values; leave device= out or name where the slices are to live.")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        found = "none" if accelerator is None else accelerator.type
+        raise ValueError(f"device={str(wanted)!r} was asked for; the accelerator here is {found}.")
+    current = torch.accelerator.current_device_index()
+    if device.index not in (None, current):
+        raise ValueError(
+            f"device={str(wanted)!r} was asked for but this rank's current device is {device.type}:{current}; call "
+            "torch.accelerator.set_device_index(LOCAL_RANK) first."
+        )
+    return torch.device(device.type, current)
 
 
 def one_device(params: Iterable[tuple[str, Tensor]]) -> torch.device:
@@ -29,8 +65,8 @@ def one_device(params: Iterable[tuple[str, Tensor]]) -> torch.device:
     if any(device.type == "meta" for device in found):
         name = next(name for device, name in found.items() if device.type == "meta")
         raise ValueError(
-            f"Parameter {name!r} is still on the meta device; call model.to_empty(device=...) and initialise "
-            "or load its values, then zeor.shard."
+            f"Parameter {name!r} is still on the meta device, and a drop-in optimizer needs its values; initialise or "
+            "load the model first, or use zeor.shard(model, optimizer), which takes such models."
         )
     if len(found) > 1:
         (first, a), (second, b) = list(found.items())[:2]
@@ -57,6 +93,21 @@ def trim_host_memory() -> None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+class Arriving:
+    """A small result on its way to the host, which does not wait for it."""
+
+    def __init__(self, result: Tensor):
+        self.value, self._event = result, None
+        if result.device.type != "cpu":
+            self.value = torch.empty_like(result, device="cpu", pin_memory=True)
+            self.value.copy_(result, non_blocking=True)
+            self._event = torch.Event(device=result.device.type)
+            self._event.record()
+
+    def is_here(self) -> bool:
+        return self._event is None or self._event.query()
 
 
 def autocast_on(device: torch.device) -> bool:

@@ -73,6 +73,11 @@ class Master:
             split_into(self.compute, self.remainder, self._buffer.flat)
             self._buffer.free()
 
+    def leave(self) -> None:
+        """After a fetch that changed nothing: give back what needs not stay."""
+        if self._buffer is not None and self._buffer.inflated:
+            self._buffer.free()
+
     @torch.no_grad()
     def store(self, begin: int, values: Tensor) -> None:
         """New values from `begin` on, into master and compute."""

@@ -47,6 +47,18 @@ class Held:
     def set_grad(self, value: Tensor | None) -> None:
         raise NotImplementedError
 
+    def edited(self, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The gradient was changed in place, by this method of tensors."""
+        raise NotImplementedError
+
+    def leaf(self) -> Tensor:
+        """The full Parameter that autograd knows; its memory may be away."""
+        raise NotImplementedError
+
+    def after_grad(self, hook: Callable) -> Any:
+        """Call `hook(parameter)` whenever a backward has brought its gradient; returns a handle to remove it."""
+        raise NotImplementedError
+
     def read_grad(self) -> Tensor:
         """The gradient's full value, or RuntimeError where it is not on this rank."""
         raise NotImplementedError
@@ -81,6 +93,7 @@ class View(torch.Tensor):
 
     _held: Held
     _of_grad: bool
+    _wants_grad: bool
     _is_param: bool  # what isinstance(view, torch.nn.Parameter) looks at
 
     @staticmethod
@@ -90,8 +103,8 @@ class View(torch.Tensor):
             like.shape,
             dtype=like.dtype,
             device=like.device,
-            requires_grad=like.requires_grad and not of_grad,
         )
+        view._wants_grad = like.requires_grad and not of_grad
         view._held = held
         view._of_grad = of_grad
         view._is_param = not of_grad
@@ -99,6 +112,16 @@ class View(torch.Tensor):
 
     def __init__(self, like: Tensor, held: Held, of_grad: bool):
         pass
+
+    # What autograd itself sees never needs a gradient: a torch that does not ask views about backward(inputs=...)
+    # then refuses them, where it would silently compute nothing.
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._wants_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        _set_requires_grad(_T.requires_grad_, (self, flag), {})
 
     # A Python property, not autograd's slot: the engine hears at once when a gradient is dropped.
     @property
@@ -127,7 +150,7 @@ class View(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(
             f"{self!r} holds one rank's part and cannot be copied; copy the model before zeor.shard, "
-            "or inside `with zeor.full_params(model):`."
+            "or inside `with zeor.full_params(model):`; for an average of the weights use zeor.ema(model)."
         )
 
     @classmethod
@@ -180,8 +203,7 @@ def _detach(func: Callable, args: tuple, kwargs: dict) -> View:
     view = args[0]
     with torch._C.DisableTorchFunctionSubclass():
         alias = View(view, view._held, view._of_grad)
-        alias.requires_grad = False
-    alias._is_param = False
+    alias._wants_grad = alias._is_param = False
     return alias
 
 
@@ -207,9 +229,7 @@ def _set_requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
     flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if not view._of_grad and view._is_param and flag != view.requires_grad:
         view._held.set_requires_grad(flag)
-    with torch._C.DisableTorchFunctionSubclass():
-        if not view._of_grad:
-            torch.Tensor.requires_grad.__set__(view, flag)  # type: ignore[attr-defined]
+    view._wants_grad = bool(flag) and not view._of_grad
     return view
 
 
@@ -254,7 +274,7 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> View:
     if not view._of_grad:
         _refuse_write(func, args)
     local = view._held.local_grad()
-    held = view._held
+    held, given = view._held, kwargs
 
     def part(x: Tensor) -> Tensor:
         if isinstance(x, View):
@@ -263,6 +283,7 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> View:
 
     rest, kwargs = tree_map_only(Tensor, part, (args[1:], kwargs))
     func(local, *rest, **kwargs)
+    held.edited(func.__name__, args[1:], given)
     return view
 
 
@@ -297,6 +318,34 @@ def _copy(func: Callable, args: tuple, kwargs: dict) -> View:
     return view
 
 
+def _register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """On the parameter that autograd knows: the hook sees this rank's own gradient, before ranks are averaged."""
+    view, *rest = args
+    if view._of_grad or not view._is_param:
+        raise RuntimeError(f"{view!r} is no part of any graph, so a hook on it would never be called.")
+    return func(view._held.leaf(), *rest, **kwargs)
+
+
+def _after_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
+    view, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    return view._held.after_grad(hook)
+
+
+def _backward(func: Callable, args: tuple, kwargs: dict) -> None:
+    """backward(inputs=parameters): autograd is told of the parameters it knows."""
+    if any(isinstance(x, View) for x in (args[0] if isinstance(args[0], (tuple, list)) else args[:1])):
+        raise RuntimeError(f"backward was called on {args[0]!r}, which is the result of nothing; call it on a loss.")
+    func(*args, **tree_map_only(View, lambda view: view._held.leaf(), kwargs))
+
+
+def _refuse_autograd_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
+    view = next(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, View))
+    raise RuntimeError(
+        f"torch.autograd.grad was asked for the gradient of {view!r}, which ranks compute together; call "
+        "loss.backward() and use .grad, or take this rank's own inside `with zeor.full_params(model):`."
+    )
+
+
 _T = torch.Tensor
 _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 _WRITING_NAMES = {
@@ -314,10 +363,14 @@ _HANDLERS: dict[Any, Callable] = {
     _T.detach: _detach,
     torch.detach: _detach,
     _T.detach_: _identity,
+    _T.retain_grad: _identity,  # a leaf's gradient is retained anyway
+    _T.register_hook: _register_hook,
+    _T.register_post_accumulate_grad_hook: _after_grad,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _refuse_autograd_grad,
     # `.data` too: what is written through it must meet the same refusal, or the same arithmetic on a gradient.
     _T.data.__get__: _detach,  # type: ignore[attr-defined]
     _T.requires_grad_: _set_requires_grad,
-    _T.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     torch.linalg.vector_norm: _norm,
     torch.norm: _norm,
     _T.norm: _norm,

@@ -19,12 +19,14 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory.device import one_device
-from zeor.optim.stepper import Stepper, check_kind
+from zeor.optim.checks import check_kind
+from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.runtime.engine import Engine
 from zeor.runtime.hooks import collect_from, take_off_before_backward
 from zeor.runtime.keys import lane_key
 from zeor.runtime.unit import Slot
+from zeor.runtime.wrapped import refuse_sharded
 
 # Parameters are grouped into units of this part of the model: enough of them to overlap, none tiny.
 UNITS = 16
@@ -34,29 +36,31 @@ UNITS = 16
 def drop_in(base: type[Optimizer]) -> type[Optimizer]:
     """The sharded class of the same name for a torch optimizer class."""
 
-    def __init__(self: Any, params: Any, *args: Any, stage: int = 1, mesh: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, params: Any, *args: Any, stage: int = 1, mesh: Any = None, nonfinite: str = "warn", **kwargs: Any
+    ) -> None:
         base.__init__(self, params, *args, **kwargs)
         if stage not in (1, 2):
             raise ValueError(
                 f"zeor.optim.{base.__name__}(stage={stage!r}): a drop-in optimizer knows stages 1 and 2; for 0 and 3 "
                 "use zeor.shard(model, optimizer, stage=...)."
             )
-        self._zeor = _attach(self, stage, mesh)
+        self._zeor = _attach(self, Plan(stage=stage, nonfinite=nonfinite), mesh)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         base.zero_grad(self, set_to_none)
         if set_to_none:
             self._zeor.engine.drop_grads()
 
-    doc = f"torch.optim.{base.__name__}, sharded: the same arguments, plus stage=1|2 and mesh=."
+    doc = f"torch.optim.{base.__name__}, sharded: the same arguments, plus stage=1|2, mesh= and nonfinite=."
     methods = {"__init__": __init__, "zero_grad": zero_grad, "__doc__": doc, "stock_class": base}
     return type(base.__name__, (base,), {**methods, "__module__": "zeor.optim"})
 
 
-def _attach(optimizer: Optimizer, stage: int, mesh: Any) -> Stepper:
+def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     params = list(_named(optimizer))
+    refuse_sharded(params)
     device = one_device((name, param) for name, param in params)
-    plan = Plan(stage=stage)
     ensure_process_group(device, plan.timeout)
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
     same_everywhere(

@@ -1,13 +1,23 @@
-"""What kind of optimizer is this? Found by trying it, not by its name.
+"""What kind of optimizer is this? Found by trying it, not by its name; each of its groups for itself.
 
 A copy of the optimizer, with the user's settings but toy parameters, takes two steps in different
 ways. Cut in two or whole, the same bits: it is element-wise and may work on slices. One call or two,
-the same bits: it is separable and may step unit by unit. The user's optimizer is not touched.
+the same bits: it is separable and may step unit by unit. Two copies that never meet, the same bits:
+parameters do not look at each other and may be computed on different ranks. The user's optimizer is not touched.
+
+Note [The larger toy]
+~~~~~~~~~~~~~~~~~~~~~
+Some optimizers factor or quantise only what is large. The second toy has more than 128 rows and columns, and its cut
+falls on a multiple of every block length in use (8-bit states come in blocks of 128 to 2,048): an optimizer that
+looks at rows is found out, one that rounds its state by blocks counts as element-wise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,16 +28,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 STEPS = 2
+SMALL, SMALL_CUT = (6, 8), 19
+LARGE, LARGE_CUT = (160, 256), 20480
+TRIAL_LR = 0.01  # where the user's is zero, as a warm-up's first one is: nothing would move
 
 
 @dataclass(frozen=True)
 class Kind:
     """elementwise: an element's update depends on that element's gradient alone. separable: one call over
-    all parameters equals one call for each. failed: why it could not be tried at all."""
+    all parameters equals one call for each. failed: why it could not be tried at all. coupled: a parameter's
+    update depends on the other parameters."""
 
     elementwise: bool
     separable: bool
     failed: str | None = None
+    coupled: bool = False
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
@@ -36,61 +51,111 @@ def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
-def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Kind:
+def probe_groups(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> list[Kind]:
+    """The kind of each group. Groups that differ in numbers of the schedule alone are of one kind."""
+    kinds: dict[str, Kind] = {}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
+        key = repr(sorted(rest.items(), key=lambda item: item[0]))
+        if key not in kinds:
+            kinds[key] = probe(optimizer, device, dtype, number)
+        found.append(kinds[key])
+    return found
+
+
+def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype, group: int = 0) -> Kind:
+    """The kind of one group, all of them trials in plain eager steps: compiling toys would take seconds."""
+    with _eager():
+        kind = _probe(_Trials(optimizer, group, with_state=False), device, dtype)
+        if kind.failed is not None and optimizer.state:  # its constructor may have made what its step looks for
+            again = _probe(_Trials(optimizer, group, with_state=True), device, dtype)
+            kind = kind if again.failed is not None else again
+        return kind
+
+
+def _eager() -> Any:
+    if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
+
+
+def _probe(trials: _Trials, device: torch.device, dtype: torch.dtype) -> Kind:
     generator = torch.Generator().manual_seed(0)
 
     def toy(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64).sub(0.5).to(device, dtype)
 
-    values, grads = toy(6, 8), [toy(6, 8) for _ in range(STEPS)]
+    values, grads = toy(*SMALL), [toy(*SMALL) for _ in range(STEPS)]
+    # Two parameters of the same kind as the user's: whole ones, so that a matrix optimizer can be tried; and unlike
+    # each other in size, so that one which looked at both would show it.
+    two, two_grads = [values, toy(*SMALL) * 2], [[g, toy(*SMALL) * 3] for g in grads]
     try:
-        whole = _run(optimizer, [values], [[g] for g in grads], together=True)[0]
-        # Two parameters of the same kind as the user's: whole ones, so that a matrix optimizer can be tried.
-        two, two_grads = [values, values.flip(0)], [[g, g.flip(1)] for g in grads]
-        once = _run(optimizer, two, two_grads, together=True)
-        twice = _run(optimizer, two, two_grads, together=False)
+        once = trials.run(two, two_grads, together=True)
+        twice = trials.run(two, two_grads, together=False)
+        apart = [trials.run([v], [[g[i]] for g in two_grads], together=True)[0] for i, v in enumerate(two)]
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
         return Kind(False, False, f"{type(error).__name__}: {first}")
-    try:
-        cut = torch.cat(_run(optimizer, _cut(values), [_cut(g) for g in grads], together=True))
-        elementwise = torch.equal(whole.reshape(-1), cut)
-    except Exception:  # Muon takes matrices only
-        elementwise = False
-    return Kind(elementwise, separable=all(torch.equal(a, b) for a, b in zip(once, twice)))
+    separable = _same(once, twice)
+    elementwise = trials.cut_changes_nothing(values, grads, SMALL_CUT)
+    if elementwise:
+        elementwise = trials.cut_changes_nothing(toy(*LARGE), [toy(*LARGE) for _ in range(STEPS)], LARGE_CUT)
+    return Kind(elementwise, separable, coupled=not separable and not _same(once, apart))
 
 
-def _cut(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.reshape(-1)
-    return [flat[:19], flat[19:]]
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others))
 
 
-def _run(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]], together: bool) -> list[Tensor]:
-    """Step a copy of the optimizer over copies of these values; the results."""
-    params = [torch.nn.Parameter(value.clone()) for value in values]
-    trial = _copy_of(optimizer)
-    for param in params:
-        trial.state[param] = _state_like(optimizer, param)
-    group = trial.param_groups[0]
-    step = raw_step(optimizer)
-    for step_grads in grads:
-        for param, grad in zip(params, step_grads):
-            param.grad = grad.clone()
-        for batch in [params] if together else [[param] for param in params]:
-            group["params"] = batch
-            step(trial)
-    return [param.detach() for param in params]
+class _Trials:
+    """Steps of copies of one optimizer, with one group's settings, over toys."""
 
+    def __init__(self, optimizer: Optimizer, group: int, with_state: bool):
+        self._optimizer, self._group, self._with_state = optimizer, group, with_state
 
-def _copy_of(optimizer: Optimizer) -> Optimizer:
-    """The same class and settings, no parameters, no state; the original shares nothing that a step changes."""
-    trial = object.__new__(type(optimizer))
-    trial.__dict__.update({name: copy.copy(value) for name, value in vars(optimizer).items() if name != "step"})
-    trial.state = defaultdict(dict)
-    first = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    copied = {key: value.clone() if isinstance(value, Tensor) else copy.copy(value) for key, value in first.items()}
-    trial.param_groups = [{"params": [], **copied}]
-    return trial
+    def cut_changes_nothing(self, values: Tensor, grads: list[Tensor], at: int) -> bool:
+        def cut(tensor: Tensor) -> list[Tensor]:
+            flat = tensor.reshape(-1)
+            return [flat[:at], flat[at:]]
+
+        try:
+            whole = self.run([values], [[g] for g in grads], together=True)[0]
+            parts = self.run(cut(values), [cut(g) for g in grads], together=True)
+        except Exception:  # Muon takes matrices only
+            return False
+        return torch.equal(whole.reshape(-1), torch.cat(parts))
+
+    def run(self, values: list[Tensor], grads: list[list[Tensor]], together: bool) -> list[Tensor]:
+        """Step a copy of the optimizer over copies of these values; the results."""
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        trial = self._copy()
+        if self._with_state:
+            for param in params:
+                trial.state[param] = _state_like(self._optimizer, param)
+        group = trial.param_groups[0]
+        step = raw_step(self._optimizer)
+        for step_grads in grads:
+            for param, grad in zip(params, step_grads):
+                param.grad = grad.clone()
+            for batch in [params] if together else [[param] for param in params]:
+                group["params"] = batch
+                step(trial)
+        return [param.detach() for param in params]
+
+    def _copy(self) -> Optimizer:
+        """The same class and settings, no parameters, no state; the original shares nothing that a step changes."""
+        optimizer = self._optimizer
+        trial = object.__new__(type(optimizer))
+        own = {name: v for name, v in vars(optimizer).items() if name != "step" and not isinstance(v, types.MethodType)}
+        trial.__dict__.update({name: copy.copy(value) for name, value in own.items()})
+        trial.state = defaultdict(dict)
+        first = {key: value for key, value in optimizer.param_groups[self._group].items() if key != "params"}
+        copied = {key: value.clone() if isinstance(value, Tensor) else copy.copy(value) for key, value in first.items()}
+        if "lr" in copied and float(copied["lr"]) == 0.0:
+            copied["lr"] = torch.full_like(copied["lr"], TRIAL_LR) if isinstance(copied["lr"], Tensor) else TRIAL_LR
+        trial.param_groups = [{"params": [], **copied}]
+        return trial
 
 
 def _state_like(optimizer: Optimizer, toy: Tensor) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 A segment is a Parameter over this rank's part of one parameter's master. The user's groups keep holding
 the user's parameters; segments enter them only inside step() and state_dict(). State an optimizer
-already holds for whole parameters is cut, not dropped, and put together again by `unshard`.
+already holds for whole parameters is cut, not dropped, and put together again by `unshard`. On the owner
+of a parameter that is computed whole (owners.py), the whole stands where segments stand elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,41 +17,68 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeor.comm import verbs
+from zeor.comm.agree import exchange
 from zeor.layout import Segment
+from zeor.optim.owners import Owners, updates_are_cut
+from zeor.optim.whole_state import state_from_owner
 from zeor.runtime.engine import Engine
+from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot
 
 
 class Segments:
     """The segments of one optimizer, by the user's parameter."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer):
-        self.engine, self.optimizer = engine, optimizer
+    def __init__(self, engine: Engine, optimizer: Optimizer, owners: Owners):
+        self.engine, self.optimizer, self._owners = engine, optimizer, owners
         self._of: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
         self._at: dict[int, Segment] = {}
         self.slots: dict[int, Slot] = {id(slot.user): slot for slot in engine.slots}
         for group in optimizer.param_groups:
             for param in group["params"]:
-                self._make(param)
+                self.make(param)
 
-    def _make(self, param: Tensor) -> None:
-        slot = self.slots[id(param)]
-        if slot.lane.master is None:
-            return
-        for segment in slot.lane.segments:
-            if segment.param == slot.index:
-                self._of[id(param)] = nn.Parameter(slot.lane.master_part(segment))
-                self._at[id(param)] = segment
+    def make(self, param: Tensor) -> None:
+        """What this rank steps on for one parameter, and its state, cut."""
+        slot, owned = self.slots[id(param)], self._owners.of(param)
+        if slot.lane.grads is None:
+            return  # frozen; made when it is unfrozen
+        if owned is not None:
+            if owned.whole is not None:
+                self._of[id(param)] = owned.whole
+                self._at[id(param)] = Segment(slot.index, 0, owned.numel, 0)
+        else:
+            for segment in slot.lane.segments:
+                if segment.param == slot.index:
+                    self._of[id(param)] = nn.Parameter(slot.lane.master_part(segment))
+                    self._at[id(param)] = segment
         state = self.optimizer.state.pop(param, None)
         mine = self._of.get(id(param))
+        cut = self.cut_state(param, state) if state else {}
         if state and mine is not None:
-            self.optimizer.state[mine] = {key: self.cut(param, value) for key, value in state.items()}
+            self.optimizer.state[mine] = cut
 
     def of(self, param: Tensor) -> nn.Parameter | None:
-        """The segment this rank updates, or None where it has none."""
+        """The segment this rank updates (on an owner the whole), or None where it has none."""
         return self._of.get(id(param))
 
-    def cut(self, param: Tensor, value: Any) -> Any:
+    def at(self, param: Tensor) -> Segment:
+        """Which elements of the parameter these are."""
+        return self._at[id(param)]
+
+    def all(self) -> Iterable[nn.Parameter]:
+        """Everything this rank's optimizer steps on."""
+        return self._of.values()
+
+    def cut_state(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state as this rank keeps it, from the whole parameter's or from its own; nothing where this
+        rank has no part. What cannot be cut is refused, on every rank."""
+        slot = self.slots[id(param)]
+        if self._owners.of(param) is None and updates_are_cut(self.engine):
+            check_cuttable(slot.name, slot.shape, state)
+        return {key: self._cut(param, value) for key, value in state.items()} if self.of(param) is not None else {}
+
+    def _cut(self, param: Tensor, value: Any) -> Any:
         """One entry of a parameter's state: whole tensors are cut, everything else is kept. What was made in the
         parameter's dtype is as wide as its master from here on."""
         slot = self.slots[id(param)]
@@ -58,7 +86,7 @@ class Segments:
             return value
         segment, mine = self._at[id(param)], self._of[id(param)]
         dtype = mine.dtype if value.dtype == slot.dtype else value.dtype
-        if tuple(value.shape) != slot.shape or value.dim() == 0:
+        if not _of_shape(value, slot.shape, plain=True):
             return value.to(dtype)
         flat = value.detach().reshape(-1)[segment.start : segment.start + segment.numel]
         return flat.to(mine.device, dtype, copy=True).view(mine.shape)
@@ -67,8 +95,11 @@ class Segments:
         """One parameter's state put together from all ranks; a collective."""
         slot, mine = self.slots[id(param)], self._of.get(id(param))
         state = dict(self.optimizer.state.get(mine, {})) if mine is not None else {}
-        if slot.lane.master is None or slot.lane.updates_whole or self.engine.mesh.world == 1:
+        if slot.lane.grads is None or slot.lane.updates_whole or self.engine.mesh.world == 1:
             return state
+        owned = self._owners.of(param)
+        if owned is not None:
+            return state_from_owner(owned, state)
         return _put_together(slot, self._at.get(id(param)), state)
 
     @contextmanager
@@ -88,24 +119,28 @@ class Segments:
 
 def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) -> dict[str, Any]:
     """Gather a parameter's element-wise state; ranks without a part learn the rest from those with one."""
-    from zeor.comm.agree import exchange
-
     mesh = slot.engine.mesh
     numel = segment.numel if segment else 0
     described: dict[str, Any] = {}
+    refused = ""
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() == numel and value.dim() > 0:
+        if type(value) is Tensor and value.numel() == numel and value.dim() > 0:
             described[key] = ["elements", str(value.dtype).removeprefix("torch.")]
-        elif isinstance(value, Tensor) and value.dim() == 0:
+        elif type(value) is Tensor and value.dim() == 0:
             described[key] = ["number", str(value.dtype).removeprefix("torch."), float(value)]
         elif isinstance(value, (int, float, bool, str, type(None))):
             described[key] = ["plain", value]
         else:
-            raise RuntimeError(
-                f"The optimizer keeps {key!r} of {slot.name!r} as {type(value).__name__}; zeor cannot put it together."
+            refused = refused or (
+                f"The optimizer keeps {key!r} of {slot.name!r} as {_words(value)}, made for this rank's part of it "
+                "alone, so the whole parameter's cannot be put together; continue sharded, or take the values alone "
+                "inside zeor.full_params."
             )
     label = f"exchange about the optimizer's state of {slot.name!r}"
-    everyone = exchange(mesh, [described, segment.start if segment else 0, numel], label)
+    everyone = exchange(mesh, [described, segment.start if segment else 0, numel, refused], label)
+    for rank in everyone:
+        if rank[3]:  # on every rank, so that none is left waiting
+            raise RuntimeError(rank[3])
     known: dict[str, Any] = next((rank[0] for rank in everyone if rank[0]), {})
     result: dict[str, Any] = {}
     for key, (kind, *rest) in known.items():
@@ -118,6 +153,30 @@ def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) ->
     return result
 
 
+def check_cuttable(name: str, shape: tuple[int, ...], state: dict[str, Any]) -> None:
+    """ValueError where the state of a whole parameter holds more than one value for each element and counters."""
+    if not any(_of_shape(value, shape) for value in state.values()):
+        return
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and not _of_shape(value, shape, plain=True):
+            raise ValueError(
+                f"The optimizer's state of {name!r} holds {key!r} as {_words(value)}, made for the whole parameter of "
+                f"shape {shape}, so it cannot be cut; shard before the first step."
+            )
+
+
+def _of_shape(value: Any, shape: tuple[int, ...], plain: bool = False) -> bool:
+    """Whether it is one value for each element of a parameter; `plain`: in a tensor that can be cut."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or (plain and type(value) is not Tensor):
+        return False
+    return tuple(value.shape) == shape
+
+
+def _words(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
+
+
 def _gather_elements(slot: Slot, everyone: list, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
     mesh = slot.engine.mesh
     longest = max(rank[2] for rank in everyone)
@@ -127,6 +186,27 @@ def _gather_elements(slot: Slot, everyone: list, mine: Tensor | None, dtype: tor
     rows = torch.empty(mesh.world * longest, dtype=dtype, device=mesh.device)
     verbs.gather(mesh, rows, padded, f"gather of the optimizer's state of {slot.name!r}").wait()
     whole = torch.empty(slot.lane.layout.numels[slot.index], dtype=dtype, device=mesh.device)
-    for row, (_, start, numel) in zip(rows.view(mesh.world, longest), everyone):
+    for row, (_, start, numel, _) in zip(rows.view(mesh.world, longest), everyone):
         whole[start : start + numel] = row[:numel]
     return whole.view(slot.shape)
+
+
+def settle_scales(lane: Lane) -> None:
+    """Remembered factors are multiplied into the sum where it is as wide as the master, so that the user sees
+    what was used; else into the wide copy that is made of each part."""
+    grads = lane.grads
+    assert grads is not None and lane.master is not None
+    if grads.dtype == lane.master.dtype:
+        grads.apply_scales()
+
+
+def master_gradient(slot: Slot, segment: nn.Parameter) -> Tensor:
+    """One segment's gradient in the master's dtype and the segment's shape."""
+    grads = slot.lane.grads
+    assert grads is not None
+    part, factor = grads.local(slot.index), grads.scales[slot.index]
+    if part.dtype != segment.dtype:
+        part = part.to(segment.dtype)
+        if factor is not None:
+            part.mul_(factor)
+    return part.view(segment.shape)

@@ -3,24 +3,33 @@
 The user's optimizer object stays theirs; four of its methods are replaced on the instance. step() runs
 the step hooks once, the closure once, then for each unit: gradients to segments, the stock update or
 the one-pass kernel, compute from master, publish. A published unit travels while the next is updated.
+Parameters of groups that need whole matrices follow, round by round, computed by their owners (owners.py).
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from zeor.comm import verbs
+from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
-from zeor.memory.roles import Residency
+from zeor.optim import rounds
+from zeor.optim.checks import check_kind, check_parameters
 from zeor.optim.one_pass import OnePass
-from zeor.optim.probe import Kind, probe, raw_step
-from zeor.optim.segments import Segments
+from zeor.optim.owners import Owned, Owners
+from zeor.optim.pieces import Piece, pieces_of, put_piece, tensors_in
+from zeor.optim.probe import raw_step
+from zeor.optim.rounds import Journey
+from zeor.optim.segments import Segments, master_gradient, settle_scales
+from zeor.runtime import events, settings
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot, Unit
@@ -35,12 +44,35 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.engine, self.optimizer = engine, optimizer
         check_parameters(engine, optimizer)
-        self.kind = check_kind(engine, optimizer)
-        self.segments = Segments(engine, optimizer)
+        self.kinds = check_kind(engine, optimizer)
+        self.owners = Owners(engine)
+        self._give_owners(range(len(self.kinds)))
+        self.segments = Segments(engine, optimizer, self.owners)
         self._raw_step = raw_step(optimizer)
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
         self._first = True
+        engine.freezing.watch(self)
+        engine.optimizers.append(optimizer)
         self._patch()
+
+    def _give_owners(self, groups: Iterable[int]) -> None:
+        found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]
+        self.owners.add(param for params in found for param in params)
+
+    def thawed(self, slots: Sequence[Slot]) -> None:
+        """These parameters begin to train: see runtime/freezing.py. Groups may hold them already, or never."""
+        found = {id(slot.user) for slot in slots}
+        for kind, group in zip(self.kinds, self.optimizer.param_groups):
+            params = [param for param in group["params"] if id(param) in found]
+            if not kind.elementwise:
+                self.owners.add(params)
+            for param in params:
+                self.segments.make(param)
+
+    @property
+    def separable(self) -> bool:
+        """Whether the optimizer may be called several times in one step, each time for some of its parameters."""
+        return all(kind.separable for kind in self.kinds)
 
     # ---- the user's object
 
@@ -65,6 +97,7 @@ class Stepper:
             optimizer.__dict__[name] = types.MethodType(method, optimizer)
 
     def unpatch(self) -> None:
+        self.engine.optimizers.remove(self.optimizer)
         for name in _REPLACED:
             self.optimizer.__dict__.pop(name, None)
         if self._instance_step is not None:
@@ -74,6 +107,8 @@ class Stepper:
 
     def step(self, closure: Callable | None) -> Any:
         loss = None
+        self.engine.unfilled.check()
+        self.engine.refuse_if_lent("step() was called")
         self._run_hooks("pre")
         if closure is not None:
             with torch.enable_grad():
@@ -82,13 +117,11 @@ class Stepper:
         self._check_reduced()
         if self.engine.plain:
             self.engine.heed_plain_grads()
-        with torch.no_grad(), torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step"):
-            if self.kind.separable:
-                for unit in self.engine.step_order():
-                    self._update([unit])
-            else:
-                self._update(self.engine.step_order())
-        self.engine.end_step()
+        profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
+        with self.engine.announced(events.STEP, self._describe_step), torch.no_grad(), profiled:
+            if not self._forbidden():
+                self._update_all()
+            self.engine.end_step()
         if self._first:
             self._first = False
             trim_host_memory()
@@ -96,6 +129,22 @@ class Stepper:
             self.engine.drain()  # nothing waits for a publish in a forward without hooks
         self._run_hooks("post")
         return loss
+
+    def _describe_step(self) -> dict[str, Any]:
+        """What a rank that is out of data must know to take the same step: see runtime/join.py."""
+        found = {name: getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        return {
+            "optimizer": [each is self.optimizer for each in self.engine.optimizers].index(True),
+            "settings": settings.encode(self.optimizer),
+            "amp": {name: float(value) for name, value in found.items() if value is not None},
+        }
+
+    def _forbidden(self) -> bool:
+        """Gradients are not finite and such steps are to be skipped."""
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            return False  # GradScaler has looked, and the optimizer heeds it
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return self.engine.nonfinite.forbids([self.segments.slots[id(param)] for param in params])
 
     def _check_reduced(self) -> None:
         for slot in self.segments.slots.values():
@@ -113,60 +162,140 @@ class Stepper:
         for hook in (*everyone.values(), *own.values()):
             hook(self.optimizer, (), {})
 
-    def _update(self, units: list[Unit]) -> None:
-        """Gradients in, compute out, for these units."""
-        groups = self.optimizer.param_groups
-        members = {id(slot.user): slot for unit in units for slot in unit.slots}
-        work: list[list[Tensor]] = []
-        for group in groups:
-            mine = [p for p in group["params"] if id(p) in members and members[id(p)].lane.grads is not None]
-            work.append([p for p in mine if members[id(p)].lane.grads.has[members[id(p)].index]])  # type: ignore[union-attr]
-        if not any(work):
+    def _update_all(self) -> None:
+        order = self.engine.step_order()
+        journeys = self._journeys()
+        if not self.separable:
+            self._update_together(order, journeys)
             return
+        # A unit of both sorts is published once, by its last round.
+        last = {member.slot.unit: journey for journey in journeys for member in journey.members}
+        for unit in order:
+            if self._update([unit]) and unit not in last:
+                self.engine.publish(unit)
+
+        def done(journey: Journey) -> None:
+            for unit in dict.fromkeys(member.slot.unit for member in journey.members):
+                if last[unit] is journey:
+                    self.engine.publish(unit)
+
+        run = rounds.run if self.engine.plan.overlap else rounds.run_one_by_one
+        run(journeys, lambda journey: self._call(self._by_group(journey.mine)), done)
+
+    def _update_together(self, units: list[Unit], journeys: list[Journey]) -> None:
+        """An optimizer with counters of its own is called once: over segments and wholes alike."""
+        for journey in journeys:
+            journey.start()
+        for journey in journeys:
+            journey.arrive()
+        wholes = self._by_group([member for journey in journeys for member in journey.mine]) if journeys else None
+        changed = self._update(units, wholes)
+        for journey in journeys:
+            journey.send_back()
+        for journey in journeys:
+            journey.finish()
+            changed |= {member.slot.unit for member in journey.members}
+        for unit in units:
+            if unit in changed:
+                self.engine.publish(unit)
+
+    # ---- segments
+
+    def _update(self, units: list[Unit], wholes: list[list[nn.Parameter]] | None = None) -> set[Unit]:
+        """Gradients in, master out, for the segments of these units, and wholes that go with them (by group, of which
+        this rank may have none); the units whose master has changed."""
+        members = {id(slot.user): slot for unit in units for slot in unit.slots if self._has_gradient(slot)}
+        work: list[list[Tensor]] = []
+        for group in self.optimizer.param_groups:
+            work.append([p for p in group["params"] if id(p) in members and self.owners.of(p) is None])
         lanes = list(dict.fromkeys(members[id(p)].lane for params in work for p in params))
+        if not lanes and wholes is None:
+            return set()
         for lane in lanes:
             lane.wait()  # an earlier publish nobody waited for (its reader) -> this update (the writer)
         if self.one_pass is not None and self.one_pass.takes(lanes):
             self.one_pass.update(work, lanes)
         else:
-            self._stock_update(work, lanes)
-        for unit in units:
-            if any(lane in lanes for lane in unit.lanes):
-                self.engine.publish(unit)
+            self._stock_update(work, lanes, wholes)
+        return {unit for unit in units if any(lane in lanes for lane in unit.lanes)}
 
-    def _stock_update(self, work: list[list[Tensor]], lanes: list[Lane]) -> None:
+    @staticmethod
+    def _has_gradient(slot: Slot) -> bool:
+        grads = slot.lane.grads
+        return grads is not None and grads.has[slot.index]
+
+    def _stock_update(
+        self, work: list[list[Tensor]], lanes: list[Lane], wholes: list[list[nn.Parameter]] | None
+    ) -> None:
         """The optimizer's own step over segments, with the groups showing only these."""
         for lane in lanes:
-            _settle_scales(lane)
+            settle_scales(lane)
             lane.master.fetch()  # type: ignore[union-attr]
         widened_nbytes = 0
-        groups, kept = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
-        given: list[torch.nn.Parameter] = []
+        given: list[list[nn.Parameter]] = [list(params) for params in wholes] if wholes else [[] for _ in work]
+        for mine, params in zip(given, work):
+            for param in params:
+                segment = self.segments.of(param)
+                if segment is not None:
+                    slot = self.segments.slots[id(param)]
+                    segment.grad = master_gradient(slot, segment)
+                    widened_nbytes += segment.grad.nbytes if slot.lane.grads.dtype != segment.dtype else 0  # type: ignore[union-attr]
+                    mine.append(segment)
+        self.engine.ledger.add("update", widened_nbytes)
         try:
-            for group, params in zip(groups, work):
-                group["params"] = []
-                for param in params:
-                    segment = self.segments.of(param)
-                    if segment is not None:
-                        slot = self.segments.slots[id(param)]
-                        segment.grad = _master_gradient(slot, segment)
-                        widened_nbytes += segment.grad.nbytes if slot.lane.grads.dtype != segment.dtype else 0  # type: ignore[union-attr]
-                        group["params"].append(segment)
-                        given.append(segment)
-            if self.kind.separable:  # an optimizer with counters in its groups must see them all
+            self._call(given)
+        finally:
+            for lane in lanes:
+                lane.master.spill()  # type: ignore[union-attr]
+            self.engine.ledger.drop("update", widened_nbytes)
+
+    def _call(self, given: list[list[nn.Parameter]]) -> None:
+        """The optimizer's own step, with these in the groups and nothing else; their gradients are used up."""
+        groups, kept = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
+        try:
+            for group, params in zip(groups, given):
+                group["params"] = params
+            if self.separable:  # an optimizer with counters in its groups must see them all
                 self.optimizer.param_groups = [group for group in groups if group["params"]]
-            self.engine.ledger.add("update", widened_nbytes)
-            if given or not self.kind.separable:
+            if any(given) or not self.separable:
                 self._raw_step(self.optimizer)
         finally:
             self.optimizer.param_groups = groups
             for group, params in zip(groups, kept):
                 group["params"] = params
-            for segment in given:
+            for segment in (segment for params in given for segment in params):
                 segment.grad = None
-            for lane in lanes:
-                lane.master.spill()  # type: ignore[union-attr]
-            self.engine.ledger.drop("update", widened_nbytes)
+
+    # ---- owners
+
+    def _journeys(self) -> list[Journey]:
+        """This step's rounds: of each, what has a gradient. All ranks must agree, or they would exchange parts of
+        different lengths."""
+        if not self.owners.rounds:
+            return []
+        found = [[owned for owned in each if self._has_gradient(owned.slot)] for each in self.owners.rounds]
+        self._compare_gradients([owned.slot.name for each in found for owned in each])
+        for lane in dict.fromkeys(owned.slot.lane for each in found for owned in each):
+            settle_scales(lane)
+        mesh, ledger, name = self.owners.mesh, self.engine.ledger, type(self.optimizer).__name__
+        return [
+            Journey(mesh, ledger, members, f"{name}: journey of {members[0].slot.name!r} and {len(members) - 1} more")
+            for members in found
+            if members
+        ]
+
+    def _compare_gradients(self, names: list[str]) -> None:
+        number = zlib.crc32("\n".join(names).encode())
+        label = "agreement on which parameters have a gradient"
+        highest, lowest = verbs.agree_max(self.owners.mesh, torch.tensor([number, -number]), label).tolist()
+        if highest != -lowest:
+            same_everywhere(self.owners.mesh, "parameters with a gradient", names)
+
+    def _by_group(self, members: Iterable[Owned]) -> list[list[nn.Parameter]]:
+        """The wholes computed here, by the group of their parameters and in its order."""
+        wholes = {id(member.slot.user): member.whole for member in members}
+        groups = self.optimizer.param_groups
+        return [[w for p in group["params"] if (w := wholes.get(id(p))) is not None] for group in groups]
 
     # ---- state
 
@@ -180,9 +309,7 @@ class Stepper:
         """A state dict made by `state_dict` on this rank, or a plain one of whole parameters."""
         order = [param for group in self.optimizer.param_groups for param in group["params"]]
         state = {
-            key: {name: self.segments.cut(order[key], v) for name, v in value.items()}
-            if isinstance(key, int) and self.segments.of(order[key]) is not None
-            else value
+            key: self.segments.cut_state(order[key], value) if isinstance(key, int) else value
             for key, value in state_dict["state"].items()
         }
         state = {k: v for k, v in state.items() if not isinstance(k, int) or self.segments.of(order[k]) is not None}
@@ -202,69 +329,55 @@ class Stepper:
         """A new group of the model's own parameters."""
         type(self.optimizer).add_param_group(self.optimizer, group)
         check_parameters(self.engine, self.optimizer)
+        self.kinds = check_kind(self.engine, self.optimizer)
+        self._give_owners([len(self.kinds) - 1])
         for param in self.optimizer.param_groups[-1]["params"]:
-            self.segments._make(param)
+            self.segments.make(param)
         if self.one_pass is not None:
             self.one_pass = OnePass.for_optimizer(self.engine, self.optimizer, self.segments)
 
     def moments_nbytes(self) -> int:
-        """Bytes of element-wise state as allocated; step counters are not counted."""
+        """Bytes of state as allocated on this rank, an owner's matrices included; step counters are not counted."""
         storages = {}
-        for segment in self.segments._of.values():
-            for name, value in self.optimizer.state.get(segment, {}).items():
-                if isinstance(value, Tensor) and value.shape == segment.shape and name not in _COUNTERS:
-                    storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        for mine in self.segments.all():
+            for name, state in self.optimizer.state.get(mine, {}).items():
+                for value in tensors_in(state):
+                    if name not in _COUNTERS and (value.dim() > 0 or value.shape == mine.shape):
+                        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return sum(storages.values())
 
+    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of each of the user's parameters, whole, on every rank; a collective."""
+        order = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return {param: state for param in order if (state := self.segments.whole(param))}
 
-def _settle_scales(lane: Lane) -> None:
-    """Remembered factors are multiplied into the sum where it is as wide as the master, so that the user sees
-    what was used; else into the wide copy that is made of each part."""
-    grads = lane.grads
-    assert grads is not None and lane.master is not None
-    if grads.dtype == lane.master.dtype:
-        grads.apply_scales()
+    def unshard(self, whole: dict[Tensor, dict[str, Any]]) -> None:
+        """The optimizer is the user's alone again, with this state."""
+        self.optimizer.state.clear()
+        self.optimizer.state.update(whole)
+        self.unpatch()
 
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's state of every parameter, piece by piece; see optim/pieces.py."""
+        self.engine.drain()
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            mine = self.segments.of(param)
+            if mine is not None:
+                slot = self.segments.slots[id(param)]
+                yield from pieces_of(slot, mine, self.segments.at(param), self.optimizer.state.get(mine, {}))
 
-def _master_gradient(slot: Slot, segment: torch.nn.Parameter) -> Tensor:
-    """One segment's gradient in the master's dtype and the segment's shape."""
-    grads = slot.lane.grads
-    assert grads is not None
-    part, factor = grads.local(slot.index), grads.scales[slot.index]
-    if part.dtype != segment.dtype:
-        part = part.to(segment.dtype)
-        if factor is not None:
-            part.mul_(factor)
-    return part.view(segment.shape)
-
-
-def check_kind(engine: Engine, optimizer: Optimizer) -> Kind:
-    """What kind of optimizer it is; ValueError where it cannot work at this stage. Touches nothing."""
-    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    kind, name = probe(optimizer, engine.mesh.device, dtype), type(optimizer).__name__
-    if kind.failed is not None:
-        raise ValueError(
-            f"{name} could not take a plain step on its own ({kind.failed}), so zeor cannot drive it; "
-            "use an optimizer whose step() needs no closure and dense gradients, such as AdamW."
-        )
-    if not kind.elementwise and engine.mesh.world > 1 and engine.column.update is not Residency.FULL:
-        raise ValueError(
-            f"{name} is not element-wise (cutting a matrix changes its update), so it cannot work on slices; use "
-            "zeor.shard(..., stage=0), where every rank updates whole parameters, or an element-wise optimizer "
-            "such as AdamW."
-        )
-    return kind
-
-
-def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
-    """Every parameter of the optimizer must be one of the model's."""
-    known = {id(slot.user): slot for slot in engine.slots}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in known:
+    def put(self, pieces: Iterable[Piece]) -> None:
+        """State from pieces made by any number of ranks: of each, this rank takes what it keeps."""
+        params = {self.segments.slots[id(p)].name: p for group in self.optimizer.param_groups for p in group["params"]}
+        for piece in pieces:
+            if piece.name not in params:
                 raise ValueError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} (group {number}, "
-                    f"position {position}) that is not in the sharded model; make the optimizer from this model's "
-                    "parameters()."
+                    f"There is state for {piece.name!r}, which {type(self.optimizer).__name__} does not hold; load it "
+                    "into an optimizer over the same parameters."
                 )
+            mine = self.segments.of(params[piece.name])
+            if mine is not None:
+                where = self.segments.at(params[piece.name])
+                put_piece(piece, mine, where, self.optimizer.state[mine])
+        if self.one_pass is not None:
+            self.one_pass.forget_state()

@@ -112,11 +112,10 @@ def _resident(lane: _Lane, column: Column) -> dict[str, int]:
     key, layout = lane.key, lane.layout
     compute = _held(column.compute, layout) * key.compute_dtype.itemsize
     result = {"compute": compute, "padding": layout.padding_numel * key.compute_dtype.itemsize}
-    if key.master_dtype is None:
-        return result
-    updated = _held(column.update, layout)
-    result["grad"] = (layout.numel if column.grad_buffer else layout.slice_numel) * key.reduce_dtype.itemsize
-    result["master"] = updated * master_itemsize(key.master_dtype, key.compute_dtype)
+    if key.master_dtype is not None:
+        result["master"] = _held(column.update, layout) * master_itemsize(key.master_dtype, key.compute_dtype)
+    if key.trainable:
+        result["grad"] = (layout.numel if column.grad_buffer else layout.slice_numel) * key.reduce_dtype.itemsize
     return result
 
 
@@ -124,7 +123,7 @@ def _updated_nbytes(lanes: Sequence[_Lane], column: Column, world: int) -> int:
     """Master-sized bytes of the elements one rank updates, padding left out, on the rank that has the most."""
     total, lost = 0, Counter[int]()  # lost: by rank, what gaps take from its slices
     for key, layout in ((lane.key, lane.layout) for lane in lanes):
-        if key.master_dtype is None:
+        if not key.trainable or key.master_dtype is None:
             continue
         itemsize, part = key.master_dtype.itemsize, layout.slice_numel
         if column.update is Residency.FULL:
@@ -163,7 +162,7 @@ def transient(lanes: Sequence[list[_Lane]], column: Column, world: int, prefetch
 def _fetched_nbytes(lane: _Lane, column: Column) -> int:
     """What one lane's update needs beside what rests: see memory/master.py."""
     key = lane.key
-    if key.master_dtype is None:
+    if not key.trainable or key.master_dtype is None:
         return 0
     fetched = master_itemsize(key.master_dtype, key.compute_dtype) not in (0, key.master_dtype.itemsize)
     widened = key.reduce_dtype != key.master_dtype

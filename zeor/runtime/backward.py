@@ -12,7 +12,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
 from zeor.runtime.order import Walk
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 class Backward:
     def __init__(self, engine: Engine, passes: Passes, reducer: Reducer):
         self._engine, self._passes, self._reducer = engine, passes, reducer
-        self._walk: Walk | None = None
+        self.walk: Walk | None = None
         self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
+        self._sync = True  # this backward reduces
+        self._ranks = engine.mesh.world  # that computed when gradients were last summed
 
     @property
     def running(self) -> bool:
@@ -38,7 +42,7 @@ class Backward:
     def enter(self, unit: Unit) -> None:
         """The gradient of a unit's output arrived, or its forward is computed again inside backward."""
         self.begin()
-        passes, walk = self._passes, self._walk
+        passes, walk = self._passes, self.walk
         assert walk is not None
         if 0 in passes.used and 0 not in walk.entered and not unit.is_root:
             self.enter(passes.units[0])  # the root's output may be this very unit's: the root comes first
@@ -52,20 +56,92 @@ class Backward:
         """Once per backward, from its first event. The end is queued here too: see hooks.py."""
         if self.running:
             return
+        self._engine.refuse_if_lent("backward() was called")
         self.recover()
+        engine = self._engine
+        mean = engine.counts.begins_mean
+        engine.counts.begin(mean)
+        self._announce(mean)
         end = functools.partial(self.end)
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        passes, engine = self._passes, self._engine
-        order = passes.gathers.freed(passes.orders[orders.BACKWARD], kept=(0, passes.schedule.stays))
-        unlearned = orders.BACKWARD not in passes.orders.learned
-        self._walk = Walk(passes.gathers, order, unlearned, self._reducer.told_count if engine.sync else 0)
-        self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged)
-        engine.norms.forget_all()
-        engine.begin_grads()
+        self._open(engine.sync)
         if torch.is_grad_enabled():
             # create_graph: a second backward will read these parameters again.
-            passes.stay.update(range(len(passes.units)))
+            self._passes.stay.update(range(len(self._passes.units)))
+
+    def _announce(self, mean: bool) -> None:
+        engine, joining = self._engine, self._engine.joining
+        if joining is not None and joining.left and engine.forward.walk is not None and self._passes.gathers.frees:
+            raise RuntimeError(
+                "A backward ran inside the model's forward in zeor.join after another rank had run out of data, and a "
+                "rank that only follows cannot know when; give all ranks equally many batches, or use stage 2."
+            )
+        engine.announce(events.BACKWARD if engine.sync else events.BACKWARD_KEPT, {"mean": mean})
+
+    def _open(self, sync: bool) -> None:
+        """The part of the beginning that a rank which only plays has as well."""
+        passes, engine = self._passes, self._engine
+        self._sync = sync
+        left = engine.joining is not None and bool(engine.joining.left)
+        passes.outside.begin_backward()
+        kept = (0, passes.last, *passes.outside.known)
+        order = passes.gathers.freed(passes.orders[orders.BACKWARD], kept)
+        keep_skipped = orders.BACKWARD not in passes.orders.learned and not engine.playing
+        self.walk = Walk(passes.gathers, order, keep_skipped, self._reducer.told_count if sync else 0)
+        if left and not engine.playing and (sync or passes.gathers.frees):
+            self.walk.before_ask = functools.partial(engine.announce, events.AGREEMENT)
+        # A rank that plays does not keep step with those that compute: nothing may be waited for.
+        self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, self._factor())
+        engine.norms.forget_all()
+        engine.begin_grads()
+
+    def _factor(self) -> float:
+        """By what new gradients are multiplied as ranks add them up. What no_sync has summed before is brought in line
+        where other ranks were there then."""
+        engine = self._engine
+        if engine.counts.mean or engine.plan.reduction != "mean":
+            return 1.0
+        ranks = engine.mesh.world if engine.joining is None else engine.joining.active
+        if ranks != self._ranks:
+            for grads in (lane.grads for unit in self._passes.units for lane in unit.lanes):
+                if grads is not None and grads.partial is not None:
+                    grads.partial.mul_(ranks / self._ranks)
+            self._ranks = ranks
+        return 1.0 / ranks
+
+    @torch.no_grad()
+    def play(self, sync: bool, mean: bool) -> None:
+        """Every collective of a backward, without computing: see Note [Joining] in join.py."""
+        self.recover()
+        self._engine.counts.begin(mean)
+        self._open(sync)
+        self._pass_by_all()
+        if not (sync or self._passes.gathers.frees):
+            self.end()  # there is nothing to agree on
+
+    def _pass_by_all(self) -> None:
+        """This rank needs nothing more of this round, and has nothing to reduce but zeros."""
+        passes = self._passes
+        assert self.walk is not None
+        if self._sync and orders.BACKWARD in passes.orders.learned:
+            # In the order of those that compute, so that they need not hold many gradients until the end.
+            for unit in range(len(passes.units)) if self._engine.plain else passes.orders[orders.BACKWARD]:
+                self.walk.pass_by(unit)
+                if not passes.units[unit].is_root:
+                    self._reducer.pass_by(unit)
+        self.walk.pass_by_all()
+
+    @torch.no_grad()
+    def play_agreement(self) -> None:
+        """Those that compute come to an exchange of a backward that is being played: at its end, or where one of them
+        needs another round."""
+        assert self.walk is not None
+        told = self.walk.agree(self._reducer.told() if self._sync else ())
+        if told is not None:
+            self._close(told)
+        else:
+            self.walk.pass_by_all()
 
     @torch.no_grad()
     def collect(self, slot: Slot) -> None:
@@ -78,7 +154,7 @@ class Backward:
             return
         if engine.plain and not engine.first_batch.done:
             engine.first_batch.note(grad)
-        grads.collect(slot.index, grad.detach(), engine.sync, f"unit {slot.unit.name!r}")
+        grads.collect(slot.index, grad.detach(), engine.sync)
         self._reducer.new.add(slot)
         unit = slot.unit
         if grads.complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
@@ -86,6 +162,14 @@ class Backward:
             if engine.sync:
                 self._ready(unit)
             self._leave(unit)
+
+    @torch.no_grad()
+    def collect_direct(self, slot: Slot, grad: Tensor) -> None:
+        """What reached a slice without a reduce: see Note [Direct gradients] in direct.py."""
+        self.begin()
+        if slot.trains and slot.lane.grads is not None:
+            slot.lane.grads.direct.collect(slot.index, grad)
+            self._reducer.new.add(slot)
 
     def _ready(self, unit: Unit) -> None:
         if not unit.is_root:  # the root's gradients may still grow until the end
@@ -112,12 +196,19 @@ class Backward:
 
     @torch.no_grad()
     def end(self) -> None:
-        walk, self._walk = self._walk, None
+        assert self.walk is not None
+        self._close(self.walk.finish(self._reducer.told() if self._sync else ()))
+
+    def _close(self, told: list[int]) -> None:
+        """Nobody gathers any more; `told` is the largest of what each rank told."""
+        walk, self.walk = self.walk, None
         self._end = None
         assert walk is not None
-        passes, reducer, sync = self._passes, self._reducer, self._engine.sync
-        told = walk.finish(reducer.told() if sync else ())
+        passes, reducer, sync = self._passes, self._reducer, self._sync
         passes.free_repeated()
+        passes.last = None
+        if self._engine.forward.walk is None:  # else this backward ran inside a forward, which may still read them
+            passes.outside.end_backward(passes.stay)
         for unit in passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
             if unit in passes.open:
@@ -132,6 +223,21 @@ class Backward:
             self._engine.attach_plain_grads()
         if sync:
             self._learn(walk)
+            self._engine.counts.end()
+            self._fold_direct()
+            self._engine.settings.check()
+        if not self._engine.playing:  # the ranks that compute announce what the user's hooks do
+            for slot in reducer.had:
+                slot.grad_is_there()
+
+    def _fold_direct(self) -> None:
+        """See Note [Direct gradients] in direct.py; counts are known by now."""
+        counts = self._engine.counts
+        for unit in self._passes.units:
+            for lane in unit.lanes:
+                if lane.grads is not None and lane.grads.direct:
+                    members = [slot for slot in unit.slots if slot.lane is lane]
+                    lane.grads.direct.fold(lane.grads, [counts.of(s) for s in members] if counts.mean else None)
 
     def _learn(self, walk: Walk) -> None:
         passes, reduced = self._passes, self._reducer.issued
@@ -144,12 +250,18 @@ class Backward:
 
     def recover(self) -> None:
         """Before anything new: if the last backward raised, forget it. See Note [After an exception]."""
-        if self._walk is None or self.running:
+        if self.walk is None or self.running:
             return
-        self._walk = self._end = None
+        if self._engine.joining is not None and not self._engine.mesh.stuck:
+            # Nobody may wait for this rank: see Note [Joining] in join.py.
+            with torch.no_grad():
+                self._pass_by_all()
+                self.end()
+        self.walk = self._end = None
         self._passes.put_back()
         for unit in self._passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
         self._reducer.abandon()
         self._engine.norms.forget_all()
+        self._engine.counts.reset()
         warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 Owner = tuple[nn.Module, str]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -113,9 +114,11 @@ def _repeated(module: nn.Module, found: list[nn.Module]) -> None:
     children = list(module.children())
     taken: set[nn.Module] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        kinds = Counter(type(child) for child in children if numel(child))
+        # A parametrization (weight_norm, say) gives each module a class of its own.
+        kinds = Counter(type_before_parametrizations(child) for child in children if numel(child))
         for child in children:
-            if kinds[type(child)] > 1 and numel(child) and not isinstance(child, _CONTAINERS):
+            repeats = kinds[type_before_parametrizations(child)] > 1
+            if repeats and numel(child) and not isinstance(child, _CONTAINERS):
                 found.append(child)
                 taken.add(child)
     for child in children:

@@ -24,24 +24,37 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
 from zeor.memory.roles import STAGES
 from zeor.plan import Plan
+from zeor.runtime import edits, events, given
 from zeor.runtime import order as orders
 from zeor.runtime.backward import Backward
+from zeor.runtime.counts import Counts
 from zeor.runtime.first_batch import FirstBatch
 from zeor.runtime.forward import Forward
+from zeor.runtime.freezing import Freezing
 from zeor.runtime.lane import Lane, LaneKey
+from zeor.runtime.meta import Unfilled
+from zeor.runtime.module_buffers import ModuleBuffers
+from zeor.runtime.nonfinite import NonFinite
 from zeor.runtime.norms import Norms
 from zeor.runtime.passes import Passes
 from zeor.runtime.reduces import Reducer
 from zeor.runtime.schedule import Action, Schedule
+from zeor.runtime.settings import Settings
 from zeor.runtime.unit import Slot, Unit
+
+if TYPE_CHECKING:
+    from zeor.runtime.join import Join
 
 
 class Engine:
@@ -55,8 +68,17 @@ class Engine:
         self.slots: list[Slot] = []
         self.sync = True  # False inside no_sync
         self.writing = False  # inside load_state_dict or full_params(write=True)
+        self.lent: str | None = None  # what has put other values in the weights' place for a while
         self.trace: list[Action] | None = None
         self.first_batch = FirstBatch(mesh)
+        # Gradients come reduced, from DDP: see Note [Given gradients] in given.py. None: not looked for yet.
+        self.given: bool | None = None if plain and mesh.world > 1 else False
+        self.buffers: ModuleBuffers | None = None  # a drop-in knows no module
+        self.unfilled = Unfilled()  # what was on the meta device and has no values yet
+        self.optimizers: list[Optimizer] = []
+        self.settings = Settings(mesh, self.optimizers)
+        self.counts = Counts(self)
+        self.joining: Join | None = None  # inside zeor.join
 
     # ---- building
 
@@ -68,28 +90,63 @@ class Engine:
         for slot in slots:
             by_key[key(slot)].append(slot)
         for lane_key, members in by_key.items():
-            lane = Lane(lane_key, [slot.user for slot in members], self.column, self.mesh, self.ledger)
-            for index, slot in enumerate(members):
-                slot.settle(unit, lane, index)
-            unit.lanes.append(lane)
+            unit.lanes.append(self.make_lane(unit, lane_key, members, [slot.user for slot in members]))
         unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
         self.units.append(unit)
         self.slots.extend(slots)
         return unit
 
+    def make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
+        """A lane of these parameters with rank 0's values."""
+        lane = Lane(key, values, self.column, self.mesh, self.ledger)
+        for index, slot in enumerate(slots):
+            slot.settle(unit, lane, index)
+        return lane
+
     def ready(self) -> None:
         """All units are there: plan the step."""
         self.norms.watch(self.slots)
-        factor = 1.0 / self.mesh.world if self.plan.reduction == "mean" else 1.0
-        self.reducer = Reducer(self.mesh, self.units, factor, self.plan.overlap, self.record)
+        self.reducer = Reducer(self.mesh, self.units, self.plan.overlap, self.record)
         self.passes = Passes(self, self.reducer.under_way)
         self.forward = Forward(self, self.passes)
         self.backward = Backward(self, self.passes, self.reducer)
+        self.freezing = Freezing(self)
+        self.reducer.riders += [self.freezing, self.settings, self.counts]
+        self.nonfinite = NonFinite(self.mesh, self.norms, self.slots, self.plan.nonfinite)
+        self.reducer.riders.append(self.nonfinite)
         self.ledger.reset_peak()
+
+    def watch_buffers(self, model: nn.Module) -> None:
+        self.buffers = ModuleBuffers(self.mesh, model, self.plan.buffers)
+        self.reducer.riders.append(self.buffers)
 
     @property
     def schedule(self) -> Schedule:
         return self.passes.schedule
+
+    # ---- joining
+
+    @property
+    def playing(self) -> bool:
+        """This rank only follows the others: see Note [Joining] in join.py."""
+        return self.joining is not None and self.joining.playing
+
+    def announce(self, event: str, detail: Any = None) -> None:
+        """Before anything that all ranks must do together; costs nothing outside zeor.join."""
+        if self.joining is not None:
+            self.joining.announce(self, event, detail)
+        elif events.open_joins and self.mesh.world > 1:
+            raise RuntimeError(
+                f"This model comes to {events.SAID[event]} inside a zeor.join that knows only of other models, so a "
+                "rank that is out of data could not follow; name all of them: zeor.join([model, other])."
+            )
+
+    def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
+        """The same for an event that is played as a whole, with all that is inside it."""
+        if self.joining is not None:
+            return self.joining.event(self, event, detail)
+        self.announce(event)
+        return nullcontext()
 
     def record(self, verb: str, unit: int) -> None:
         if self.trace is not None:
@@ -105,7 +162,8 @@ class Engine:
                     lane.grads.begin([slot.user.grad is not None for slot in unit.slots if slot.lane is lane])
         if self.plain:
             for slot in self.slots:
-                slot.user.grad = None
+                if slot.lane.grads is not None:
+                    slot.user.grad = None
 
     def attach_plain_grads(self) -> None:
         """Plain parameters get their sharded gradients where everybody looks for them."""
@@ -114,8 +172,18 @@ class Engine:
             if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
                 slot.user.grad = slot.grad_view()
 
+    @property
+    def is_given(self) -> bool:
+        """Asked when gradients arrive: by then the model is wrapped, if ever."""
+        if self.given is None:
+            self.given = given.around(slot.user for slot in self.slots)
+        return self.given
+
     def heed_plain_grads(self) -> None:
         """Plain parameters do not tell when the user drops or replaces their gradient: look before it is used."""
+        if self.given:
+            given.take(self)
+            return
         for slot in self.slots:
             if slot.user.grad is not slot.get_grad():
                 slot.set_grad(slot.user.grad)
@@ -125,7 +193,13 @@ class Engine:
         for slot in self.slots:
             if slot.lane.grads is not None:
                 slot.lane.grads.drop(slot.index)
+                self.edited(slot, edits.DROP)
         self.norms.forget_all()
+
+    def edited(self, slot: Slot, verb: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+        """The user changed a gradient: ranks that only follow must hear of it."""
+        if self.joining is not None and not self.joining.playing:
+            self.joining.edits.note(slot, verb, args, kwargs)
 
     # ---- step
 
@@ -148,10 +222,25 @@ class Engine:
                         lane.wait()
 
     def end_step(self) -> None:
+        if self.given:
+            self.drop_grads()  # the parts; the user's own stay
+        if self.buffers is not None:
+            self.buffers.step()
         self.passes.end_step()
         for unit in self.units:
             if unit.frees and not self.backward.running and self.forward.walk is None:
                 unit.free()
+
+    def refuse_if_lent(self, what: str) -> None:
+        if self.lent is not None:
+            raise RuntimeError(f"{what} inside {self.lent}, where the weights are an average; do it outside.")
+
+    def forget_gathered(self) -> None:
+        """Slices were changed beside a step: what is gathered of them is stale."""
+        for unit in self.units:
+            if unit.frees:
+                unit.free()
+        self.passes.forget_gathered()
 
     def drain(self) -> None:
         """Wait for everything under way."""

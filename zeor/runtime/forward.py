@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
 from zeor.runtime.order import Walk
@@ -19,20 +20,24 @@ class Forward:
     def __init__(self, engine: Engine, passes: Passes):
         self._engine, self._passes = engine, passes
         self.walk: Walk | None = None  # while the root's forward runs
-        self._train = True
-
-    @property
-    def _kind(self) -> str:
-        return orders.TRAIN if self._train else orders.EVAL
+        self._train, self._kind = True, orders.TRAIN
+        self._order: list[int] = []
 
     @property
     def _schedule(self) -> sched.Schedule:
-        return self._passes.schedule if self._train else self._passes.eval_schedule
+        return self._passes.schedule_of(self._kind)
 
-    def enter(self, unit: Unit, train: bool) -> None:
+    def enter(self, unit: Unit, train: bool, entry: str = "") -> None:
+        """`entry`: where the root is entered by a method beside forward, its name."""
+        self._engine.unfilled.check()
         passes = self._passes
         if unit.is_root:
-            self._begin(train)
+            self._begin(train, entry)
+        elif self.walk is None and not passes.open:  # called outside the model's forward: every rank does the same
+            if unit.frees or (train and self._engine.freezing.settles):
+                self._engine.announce(events.OTHER, f"Unit {unit.name!r}, outside the model's forward,")
+            if train:
+                self._engine.freezing.settle()
         passes.open.append(unit)
         walk = self.walk
         if walk is not None:
@@ -43,12 +48,30 @@ class Forward:
         actions = self._schedule.at(sched.FORWARD_ENTER, unit.index)
         passes.do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
 
-    def _begin(self, train: bool) -> None:
+    def _begin(self, train: bool, entry: str) -> None:
         self.recover()
         self._engine.backward.recover()
-        self._train = train
+        self._announce(train, entry)
+        if train:
+            self._engine.first_batch.compare()
+            self._engine.freezing.settle()
+        self._train, self._kind = train, orders.kind_of(train, entry)
         agreed = self._passes.orders
-        self.walk = self._passes.gathers.forward_walk(agreed[self._kind], self._kind not in agreed.learned)
+        self._order = agreed[self._kind]
+        keep_skipped = self._kind not in agreed.learned and not self._engine.playing
+        self.walk = self._passes.gathers.forward_walk(self._order, keep_skipped)
+
+    def _announce(self, train: bool, entry: str) -> None:
+        """An evaluation where nothing is gathered is no event: each rank may run its own."""
+        if entry:
+            self._engine.announce(events.ENTRY, {"train": train, "entry": entry})
+        elif train or self._passes.gathers.frees:
+            self._engine.announce(events.TRAIN if train else events.EVAL)
+
+    def play(self, train: bool, entry: str) -> None:
+        """Every collective of a forward, without computing: see Note [Joining] in join.py."""
+        self._begin(train, entry)
+        self._end()
 
     def exit(self, unit: Unit) -> None:
         passes = self._passes
@@ -58,17 +81,24 @@ class Forward:
         passes.do(actions or (Action("swap_out", unit.index), Action("free", unit.index)), None)
         if unit.is_root:
             self._end()
+        elif self.walk is None and not passes.open:
+            passes.outside.end_lone_call()
 
     def _end(self) -> None:
         walk, self.walk, passes = self.walk, None, self._passes
         if walk is None:
             return
-        passes.diverged |= passes.gathers.end_forward(walk)
+        diverged, read = passes.gathers.end_forward(walk, self._kind, passes.outside.now, self._engine.playing)
+        passes.diverged |= diverged
+        passes.outside.end_forward(read, self._order, self._train)
         if self._kind not in passes.orders.learned:
-            passes.learn({self._kind: walk.entered})
+            # Where nothing is gathered an evaluation has no order to agree on, and one rank may run it alone.
+            if self._train or passes.gathers.frees:
+                passes.learn({self._kind: walk.entered})
         else:
             passes.extend(self._kind, walk.extra)
-        keep = passes.stay | passes.repeated | ({0, passes.schedule.stays} if self._train else {0})
+        passes.last = self._schedule.stays if self._train else None
+        keep = {0, passes.last} | passes.stay | passes.repeated | passes.outside.held
         for unit in passes.units:  # kept, or gathered ahead, in case it was entered
             if unit.frees and unit.present and unit.index not in keep:
                 unit.free()
@@ -78,5 +108,7 @@ class Forward:
     def recover(self) -> None:
         """The model's forward is not running; if it seems so, it raised. See Note [After an exception]."""
         if self.walk is not None and not self._engine.mesh.stuck:  # else what is under way never arrives
+            if self._engine.joining is not None:
+                self._end()  # nobody may wait for this rank: see Note [Joining] in join.py
             self.walk = None
             self._passes.put_back()

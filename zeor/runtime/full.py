@@ -7,14 +7,19 @@ every rank, so that a change made on one rank, or differently on each, cannot te
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot
+
+if TYPE_CHECKING:
+    from zeor.runtime.engine import Engine
 
 
 def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
@@ -36,16 +41,21 @@ def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, T
     return values
 
 
-def all_values(engine: Engine) -> dict[Slot, nn.Parameter]:
-    """Plain parameters with the full value of every parameter of the model."""
+def all_values(engine: Engine, blank: bool = False) -> dict[Slot, nn.Parameter]:
+    """Plain parameters with the full value of every parameter of the model. With `blank`, parameters that have no
+    values yet are NaN, to be written; otherwise they raise."""
     params: dict[Slot, nn.Parameter] = {}
+    if not blank:
+        engine.unfilled.check()
     for unit in engine.units:
         for lane in unit.lanes:
             members = [slot for slot in unit.slots if slot.lane is lane]
             with torch.no_grad():
                 values = gather_values(engine, lane, members)
             for slot, value in values.items():
-                params[slot] = nn.Parameter(value, requires_grad=slot.user.requires_grad)
+                params[slot] = slot.dress(nn.Parameter(value, requires_grad=slot.user.requires_grad))
+                if slot in engine.unfilled.slots and value.is_floating_point():
+                    value.fill_(math.nan)
     return params
 
 
@@ -63,6 +73,18 @@ def attach_grads(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
                     params[slot].grad = grads[slot.index].view(slot.shape).to(slot.dtype, copy=True)
 
 
+def take_part(engine: Engine, grads: bool) -> None:
+    """The collectives of reading everything, unit by unit, keeping nothing: for a rank that only follows."""
+    for unit in engine.units:
+        for lane in unit.lanes:
+            gather_values(engine, lane, [slot for slot in unit.slots if slot.lane is lane])
+    if grads:
+        for unit in engine.units:
+            for lane in unit.lanes:
+                if lane.grads is not None and any(lane.grads.has):
+                    lane.gather_grads()
+
+
 def show(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
     """Put plain parameters into the modules."""
     for unit in engine.units:
@@ -75,10 +97,23 @@ def hide(engine: Engine) -> None:
         unit.put({slot: slot.user for slot in unit.slots})
 
 
+def keep_flags(params: dict[Slot, nn.Parameter]) -> None:
+    """What the user froze or unfroze while plain parameters were shown lasts."""
+    for slot, param in params.items():
+        if param.requires_grad != slot.user.requires_grad:
+            slot.user.requires_grad_(param.requires_grad)
+
+
 def check_unchanged(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
     """Inside a write context values may change; parameters may not be exchanged for others. Raises on every rank,
     so that none is left waiting for the others' values."""
-    mine = next((text for slot, param in params.items() if (text := _exchanged(slot, param))), "")
+    root = engine.units[0].module
+    assert root is not None
+    present = set(root.modules())
+    mine = next((text for slot, param in params.items() if (text := _exchanged(slot, param, present))), "")
+    known = {id(param) for param in params.values()}
+    added = [f"{name!r} was added" for name, param in root.named_parameters() if id(param) not in known]
+    mine = mine or next(iter(added), "")
     found = [mine] if engine.mesh.fake else exchange(engine.mesh, mine, "check at the end of zeor.full_params")
     for rank, text in enumerate(found):
         if text:
@@ -88,8 +123,10 @@ def check_unchanged(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
             )
 
 
-def _exchanged(slot: Slot, param: nn.Parameter) -> str:
+def _exchanged(slot: Slot, param: nn.Parameter, present: set[nn.Module]) -> str:
     for module, attr in slot.owners:
+        if module not in present:
+            return f"{slot.name!r} was lost with its {type(module).__name__}"
         found = module._parameters.get(attr)
         if found is None:
             return f"{slot.name!r} was removed"
@@ -100,7 +137,9 @@ def _exchanged(slot: Slot, param: nn.Parameter) -> str:
 
 @torch.no_grad()
 def write_back(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
-    """Rank 0's values of these parameters into master and compute, on every rank."""
+    """Rank 0's values of these parameters into master and compute, on every rank. One that had no values and was
+    not written still has none."""
     for slot, param in params.items():
         verbs.broadcast(engine.mesh, param.data, f"broadcast of {slot.name!r}")
-        slot.lane.store(slot.index, param)
+        if slot not in engine.unfilled.slots or not bool(param.isnan().all()):
+            slot.store(param)

@@ -23,6 +23,7 @@ from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout
 from zeor.memory.buffers import Ledger, lasting
 from zeor.memory.roles import MOVES, Column, Residency
+from zeor.runtime.direct import Direct
 
 
 class GradLane:
@@ -35,9 +36,13 @@ class GradLane:
         self.sum: Tensor | None = None  # the running sum; SLICE or FULL as the column says
         self.adopts = mesh.world == 1 and not column.grad_buffer  # see Note [Adopted gradients]
         self.parts: dict[int, Tensor] = {}  # the running sum by parameter, flat, where gradients are adopted
+        self._aside: dict[int, Tensor] = {}  # new parts by parameter that came while the buffer was being sent
+        self.direct = Direct()  # what needs no reduce
         self.arrived = [False] * count  # came from autograd in this backward
         self.pending = [False] * count  # came, and is not reduced yet
         self.has = [False] * count  # the user has a gradient for this parameter
+        self.expects = [True] * count  # it trains on this rank: see freezing.py
+        self.trains = [True] * count  # it trains, as all ranks agree
         self.scales: list[Tensor | float | None] = [None] * count
         self.folds = 0  # how often remembered factors were multiplied in; norms from before that are stale
         self._product: tuple | None = None
@@ -61,9 +66,8 @@ class GradLane:
                 self.drop(param)
         self.apply_scales()
 
-    def collect(self, param: int, grad: Tensor, sync: bool, label: str) -> None:
+    def collect(self, param: int, grad: Tensor, sync: bool) -> None:
         """Take one parameter's new gradient from autograd."""
-        self.finish_reduce(label)  # it came again while its first part is under way: the buffer is in use
         if grad.is_sparse:
             grad = grad.to_dense()
         if not sync and self.partial is None:
@@ -71,12 +75,26 @@ class GradLane:
         if self.adopts and self.partial is None:
             self._adopt(param, grad)
             return
+        if self.partial is None and self._in_use:
+            self._put_aside(param, grad.to(self.reduce_dtype).reshape(-1))
+            return
         into = self._open_buffer() if self.partial is None else self.partial
         target = self._range(into, param).view(grad.shape)
         if self.pending[param] or self.partial is not None:
             target.add_(grad)
         else:
             target.copy_(grad)
+        self.arrived[param] = self.pending[param] = True
+
+    @property
+    def _in_use(self) -> bool:
+        """The buffer is being sent. Waiting for that here could be waiting for a rank that waits for this one."""
+        return self._move is not None or self._spread is not None or bool(self._aside)
+
+    def _put_aside(self, param: int, grad: Tensor) -> None:
+        """It came again while its first part is under way: it is reduced when backward ends."""
+        held = self._aside.get(param)
+        self._aside[param] = grad if held is None else held + grad
         self.arrived[param] = self.pending[param] = True
 
     def _adopt(self, param: int, grad: Tensor) -> None:
@@ -97,7 +115,7 @@ class GradLane:
 
     @property
     def complete(self) -> bool:
-        return all(self.arrived)
+        return all(came or not expected for came, expected in zip(self.arrived, self.expects))
 
     # ---- reduction
 
@@ -115,6 +133,9 @@ class GradLane:
             for param, pending in enumerate(self.pending):
                 if not pending:
                     self._range(buffer, param).zero_()
+            for param, grad in self._aside.items():
+                self._range(buffer, param).copy_(grad)
+            self._aside = {}
         self.arrived = [False] * len(self.arrived)
         self.pending = [False] * len(self.pending)
         received = verbs.reduce_receives(self.mesh, buffer.numel())
@@ -183,7 +204,7 @@ class GradLane:
 
     @property
     def unreduced(self) -> bool:
-        return self.partial is not None
+        return self.partial is not None or bool(self.direct)
 
     @property
     def reduced(self) -> bool:
@@ -215,6 +236,12 @@ class GradLane:
             return self.sum[:0]
         return self._own_part(self.sum)[segment.offset : segment.offset + segment.numel]
 
+    def own_parts(self) -> list[Tensor]:
+        """All of this rank's slice, in as few tensors as it lies in."""
+        if self.adopts:
+            return list(self.parts.values())
+        return [] if self.sum is None else [self._own_part(self.sum)]
+
     def scale(self, param: int, factor: Tensor | float) -> None:
         """Remember a factor; only one can be remembered, so a second is multiplied into the first."""
         before = self.scales[param]
@@ -228,7 +255,8 @@ class GradLane:
 
     def apply_scales(self) -> None:
         """Multiply what was only remembered into the sum, in fp32 at least."""
-        if not self.reduced or all(s is None for s in self.scales):
+        summed = self.sum is not None or bool(self.parts)
+        if self.partial is not None or not summed or all(s is None for s in self.scales):
             return
         self.widen()
         for param, scale in enumerate(self.scales):
@@ -263,6 +291,8 @@ class GradLane:
             self._release_buffer()
         self.sum = self._kept = None
         self.parts.clear()
+        self._aside.clear()
+        self.direct = Direct()
         self.arrived, self.pending, self.has = ([False] * len(self.has) for _ in range(3))
         self.scales = [None] * len(self.has)
 
@@ -270,7 +300,9 @@ class GradLane:
         """The user set this gradient to None."""
         self.has[param] = self.pending[param] = False
         self.scales[param] = None
-        self.parts.pop(param, None)
+        for held in (self.parts, self._aside):
+            held.pop(param, None)
+        self.direct.drop(param)
         if self.partial is not None:
             self._range(self.partial, param).zero_()
             if not any(self.pending):
@@ -283,7 +315,7 @@ class GradLane:
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
         found = {}
-        for tensor in (self.buffer, self.sum, *self.parts.values()):
+        for tensor in (self.buffer, self.sum, *self.parts.values(), *self.direct.tensors()):
             if tensor is not None:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(found.values())

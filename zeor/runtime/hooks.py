@@ -20,10 +20,11 @@ checkpointing the original forward ran without gradients; the one inside backwar
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -31,9 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zeor.comm import verbs
 from zeor.memory.device import autocast_on
 from zeor.runtime.engine import Engine
+from zeor.runtime.entries import Entry
+from zeor.runtime.outside import inside_backward
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -70,15 +72,19 @@ class Hooks:
     """All hooks of one model; `remove()` takes them off again. Between `pause()` and `resume()` its modules have
     none, so that they run, copy and pickle as plain ones."""
 
-    def __init__(self, engine: Engine, model: nn.Module):
+    def __init__(self, engine: Engine, entries: Sequence[Entry] = ()):
         self._engine, self._handles = engine, []
-        self._model = weakref.ref(model)
         self._calls: list[Call | None] = []
         self._warned_autocast = False
-        self._paused: list[tuple[OrderedDict, int, Any]] = []
+        self._paused: list[tuple[MutableMapping, Any, Any]] = []
+        self._methods: list[tuple[dict[str, Any], str]] = []  # where a method of the user's was put behind another
+        self._entry: Entry | None = None  # the method beside forward that is running
         for unit in engine.units:
             self._add_module_hooks(unit)
+        for entry in entries:
+            self._add_entry(entry)
         self._param_handles = [collect_from(s.full, s) for s in engine.slots if s.lane.grads is not None]
+        engine.freezing.watch(self)
         holders = {module for slot in engine.slots for module, _ in slot.owners}
         for module in holders:
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
@@ -87,6 +93,12 @@ class Hooks:
     def remove(self) -> None:
         for handle in (*self._handles, *self._param_handles):
             handle.remove()
+        for names, name in self._methods:
+            names.pop(name, None)
+
+    def thawed(self, slots: Sequence[Slot]) -> None:
+        """These parameters begin to train: see freezing.py."""
+        self._param_handles += [collect_from(slot.full, slot) for slot in slots]
 
     def pause(self) -> None:
         for handle in self._handles:
@@ -94,12 +106,14 @@ class Hooks:
                 hooks = ref()
                 if hooks is not None and handle.id in hooks:
                     self._paused.append((hooks, handle.id, hooks.pop(handle.id)))
+        for names, name in self._methods:
+            self._paused.append((names, name, names.pop(name)))
 
     def resume(self) -> None:
         # The same hooks under the same keys: code that was compiled with them stays valid.
         for hooks, key, hook in self._paused:
             hooks[key] = hook
-            if getattr(hook, "zeor_first", False):
+            if isinstance(hooks, OrderedDict) and getattr(hook, "zeor_first", False):
                 hooks.move_to_end(key, last=False)
         self._paused.clear()
 
@@ -113,8 +127,8 @@ class Hooks:
             return self._before_forward(unit, args, kwargs)
 
         @torch._dynamo.disable
-        def after(module: nn.Module, args: tuple, output: Any) -> None:
-            self._after_forward(unit, output)
+        def after(module: nn.Module, args: tuple, output: Any) -> Any:
+            return self._after_forward(unit, output)
 
         before.zeor_first = True  # type: ignore[attr-defined]
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -123,21 +137,87 @@ class Hooks:
 
             @torch._dynamo.disable
             def always(module: nn.Module, args: tuple, output: Any) -> None:
-                self._engine.forward.recover()  # where forward raised, `after` did not run
+                if self._entry is None:
+                    self._engine.forward.recover()  # where forward raised, `after` did not run
 
             self._handles.append(module.register_forward_hook(always, always_call=True))
 
+    # ---- entries beside forward
+
+    def _add_entry(self, entry: Entry) -> None:
+        if entry.is_forward:
+            self._add_entry_hooks(entry)
+            return
+        original = entry.original
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            prepared = self._open_entry(entry, args, kwargs)
+            if prepared is None:
+                return original(*args, **kwargs)
+            try:
+                return self._close_entry(original(*prepared[0], **prepared[1]))
+            finally:
+                self._leave_entry()
+
+        vars(entry.module)[entry.method] = method
+        self._methods.append((vars(entry.module), entry.method))
+
+    def _add_entry_hooks(self, entry: Entry) -> None:
+        @torch._dynamo.disable
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+            return self._open_entry(entry, args, kwargs)
+
+        @torch._dynamo.disable
+        def after(module: nn.Module, args: tuple, output: Any) -> Any:
+            return self._close_entry(output) if self._entry is entry else None
+
+        @torch._dynamo.disable
+        def always(module: nn.Module, args: tuple, output: Any) -> None:
+            if self._entry is entry:
+                self._leave_entry()
+
+        before.zeor_first = True  # type: ignore[attr-defined]
+        self._handles.append(entry.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(entry.module.register_forward_hook(after))
+        self._handles.append(entry.module.register_forward_hook(always, always_call=True))
+
+    def _open_entry(self, entry: Entry, args: tuple, kwargs: dict) -> tuple | None:
+        """Begin a pass; nothing where one is under way, of which the entry is then a part."""
+        if inside_backward() or self._entry is not None or self._engine.forward.walk is not None:
+            return None
+        prepared = self._before_forward(self._engine.units[0], args, kwargs, entry.name)
+        self._entry = entry
+        return prepared
+
+    def _close_entry(self, output: Any) -> Any:
+        self._entry = None
+        return self._after_forward(self._engine.units[0], output)
+
+    def _leave_entry(self) -> None:
+        self._entry = None
+        self._engine.forward.recover()  # nothing to do unless the method raised
+
     # ---- forward
 
-    def _before_forward(self, unit: Unit, args: tuple, kwargs: dict) -> tuple | None:
+    def _before_forward(self, unit: Unit, args: tuple, kwargs: dict, entry: str = "") -> tuple | None:
         engine = self._engine
-        if _inside_backward():
+        if unit.is_root and self._entry is not None:
+            return None  # forward called by another entry: part of that one's pass
+        if inside_backward():
             self._before_recompute(unit, args, kwargs)
             return None
         grad = torch.is_grad_enabled()
+        if engine.mesh.world > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"Unit {unit.name!r} was called inside a transform of torch.func (grad, vmap, jacrev, ...), where "
+                "ranks cannot exchange parameters; use `with zeor.full_params(model):` around it, or torch.autograd."
+            )
         if unit.is_root:
             self._calls.clear()  # an earlier forward may have raised half-way
-        engine.forward.enter(unit, grad)
+            if grad:
+                engine.first_batch.note((args, kwargs))
+        engine.forward.enter(unit, grad, entry)
         if unit.is_root:
             args, kwargs = self._prepare_root(args, kwargs)
         elif grad:
@@ -152,15 +232,17 @@ class Hooks:
                 _when_all(inputs, lambda: call.close(engine))
         return args, kwargs
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
-        if _inside_backward():
-            return
+    def _after_forward(self, unit: Unit, output: Any) -> Any:
+        if inside_backward() or (unit.is_root and self._entry is not None):
+            return output
         engine = self._engine
         call = self._calls.pop() if self._calls else None
+        output = _not_ours(output, engine.units if unit.is_root else [unit])
         engine.forward.exit(unit)
         if call is not None:
             for tensor in _needing_grad(output):
                 call.listen(tensor, engine)
+        return output
 
     def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
         """See Note [When a unit's backward is over]."""
@@ -176,15 +258,8 @@ class Hooks:
     # ---- the root
 
     def _prepare_root(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        engine, model = self._engine, self._model()
-        assert model is not None
+        engine = self._engine
         self._warn_autocast()
-        if engine.plan.sync_buffers and model.training:
-            for name, buffer in model.named_buffers():
-                verbs.broadcast(engine.mesh, buffer, f"broadcast of buffer {name!r}")
-        if torch.is_grad_enabled():
-            engine.first_batch.note((args, kwargs))
-            engine.first_batch.compare()
         compute = engine.plan.precision.compute
         if compute is None:
             return args, kwargs
@@ -227,7 +302,7 @@ def collect_from(full: nn.Parameter, slot: Slot) -> Any:
 
     def hook(param: Tensor) -> None:
         owner = ref()
-        if owner is not None:
+        if owner is not None and not owner.engine.is_given:
             owner.engine.backward.collect(owner)
 
     return full.register_post_accumulate_grad_hook(hook)
@@ -239,14 +314,10 @@ def take_off_before_backward(param: nn.Parameter, slot: Slot) -> None:
 
     def hook(grad: Tensor) -> None:
         owner = ref()
-        if owner is not None:
+        if owner is not None and not owner.engine.is_given:
             owner.engine.backward.begin()
 
     param.register_hook(hook)
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _when_all(tensors: list[Tensor], then: Callable[[], None]) -> None:
@@ -267,6 +338,22 @@ def _aliased(value: Any) -> Any:
         return aliases.setdefault(id(tensor), tensor.view_as(tensor))
 
     return tree_map_only(Tensor, alias, value)
+
+
+def _not_ours(output: Any, units: Sequence[Unit]) -> Any:
+    """An output with copies in the place of tensors over memory that is about to be freed: a module may well return
+    its own weight, or a part of it."""
+    freed = {lane.full.flat.untyped_storage()._cdata for unit in units for lane in unit.lanes if lane.frees}
+    if not freed:
+        return output
+
+    def ours(tensor: Tensor) -> bool:
+        has_storage = torch._C._has_storage(tensor) and tensor.layout is torch.strided
+        return has_storage and tensor.untyped_storage()._cdata in freed
+
+    if not any(isinstance(leaf, Tensor) and ours(leaf) for leaf in tree_leaves(output)):
+        return output
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if ours(tensor) else tensor, output)
 
 
 def _needing_grad(value: Any) -> list[Tensor]:

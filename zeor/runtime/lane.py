@@ -2,7 +2,7 @@
 
     full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
     mine    compute dtype, this rank's slice                a part of `full`, or memory of its own where `full` is freed
-    master  what the optimizer updates (fp32 or wider)      see memory/master.py; only where the lane is trainable
+    master  what the optimizer updates (fp32 or wider)      see memory/master.py; frozen: only where compute rounds
     grads   see grads.py; only where the lane is trainable
 
 Packs the user's parameters at construction and unpacks them at the end. Knows the mesh to start
@@ -22,7 +22,7 @@ from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout, Segment, lay_out
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
-from zeor.memory.formats import cast_into
+from zeor.memory.formats import cast_into, join_into
 from zeor.memory.master import Master
 from zeor.memory.roles import Column, Residency
 from zeor.runtime.grads import GradLane
@@ -30,15 +30,13 @@ from zeor.runtime.grads import GradLane
 
 @dataclass(frozen=True)
 class LaneKey:
-    """What parameters must share to lie in one lane. master_dtype None: nothing updates it."""
+    """What parameters must share to lie in one lane. master_dtype None: compute is the exact value and nothing
+    updates it. A frozen lane has a master where compute alone would be a rounded value."""
 
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     master_dtype: torch.dtype | None
-
-    @property
-    def trainable(self) -> bool:
-        return self.master_dtype is not None
+    trainable: bool
 
 
 class Lane:
@@ -61,7 +59,10 @@ class Lane:
 
     @torch.no_grad()
     def _pack(self, params: Sequence[Tensor], ledger: Ledger) -> None:
-        """Rank 0's values into the buffers of every rank, by way of the master where there is one."""
+        """Rank 0's values into the buffers of every rank, by way of the master where there is one. What is on the
+        meta device has no values yet: zeros stand for them, and a lane of such parameters alone moves nothing."""
+        if params and all(param.is_meta for param in params):
+            return self._pack_nothing(ledger)
         flat = self.full.flat
         if self.key.master_dtype not in (None, self.key.compute_dtype):
             flat = torch.empty_like(flat, dtype=self.key.master_dtype)
@@ -72,7 +73,7 @@ class Lane:
         self.mine = self.slice_of(self.full.flat)
         if self.frees:
             self.mine = lasting(self.mine.numel(), self.mine.dtype, self.mesh.device).copy_(self.mine)
-        if self.key.trainable:
+        if self.key.master_dtype is not None:
             updated = self.full.flat if self.updates_whole else self.mine
             if flat is self.full.flat:
                 values = updated
@@ -80,12 +81,27 @@ class Lane:
                 values = flat if self.updates_whole or self.mesh.world == 1 else self.slice_of(flat).clone()
             self.master = Master(values, updated, ledger)
 
+    def _pack_nothing(self, ledger: Ledger) -> None:
+        """Zeros at rest. `full` is allocated but never written, so on a host it costs no page."""
+        if self.frees:
+            self.mine = lasting(self.layout.slice_numel, self.key.compute_dtype, self.mesh.device)
+        else:
+            self.mine = self.slice_of(self.full.flat)
+        if self.key.master_dtype is not None:
+            updated = self.full.flat if self.updates_whole else self.mine
+            same = self.key.master_dtype == updated.dtype
+            values = updated if same else lasting(updated.numel(), self.key.master_dtype, self.mesh.device)
+            self.master = Master(values, updated, ledger)
+
     def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
-        """Parameters side by side; gaps are zero."""
+        """Parameters side by side; gaps, and parameters without values, are zero."""
         for begin, end in self.layout.gaps():
             flat[begin:end].zero_()
         for param, value in enumerate(params):
-            self.part(flat, param).view(value.shape).copy_(value)
+            if value.is_meta:
+                self.part(flat, param).zero_()
+            else:
+                self.part(flat, param).view(value.shape).copy_(value)
 
     def part(self, flat: Tensor, param: int) -> Tensor:
         begin = self.layout.offsets[param]
@@ -104,11 +120,22 @@ class Lane:
             cast_into(self.part(self.full.flat, param), flat)
         for segment in self.segments:
             if segment.param == param:
-                mine = flat[segment.start : segment.start + segment.numel]
-                if self.master is not None:
-                    self.master.store(segment.offset, mine)
-                elif self.frees:
-                    self.mine[segment.offset : segment.offset + segment.numel].copy_(mine)
+                self._keep(segment.offset, flat[segment.start : segment.start + segment.numel])
+
+    @torch.no_grad()
+    def store_part(self, offset: int, values: Tensor) -> None:
+        """Values of a part of what this rank updates (`offset` as in its segments), into master and compute. Other
+        ranks see them where compute rests FULL once the lane is gathered."""
+        self.wait()
+        flat = values.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
+        self._keep(offset, flat)
+
+    def _keep(self, offset: int, values: Tensor) -> None:
+        if self.master is not None:
+            self.master.store(offset, values)
+        else:
+            updated = self.full.flat if self.updates_whole else self.mine
+            updated[offset : offset + values.numel()].copy_(values)
 
     # ---- gather and free
 
@@ -128,6 +155,14 @@ class Lane:
         if self.frees:
             self.full.free()
 
+    def retire(self) -> None:
+        """Its parameters live in other lanes from now on. `full` is gathered and left to whoever still reads it: the
+        graph of an earlier forward, or nobody."""
+        if self.frees:
+            self.start_gather("gather of parameters that move to another lane")
+            self.wait()
+            self.full.let_go()
+
     # ---- update
 
     @property
@@ -140,6 +175,35 @@ class Lane:
         assert self.master is not None
         whole = segment.numel == self.layout.numels[segment.param]
         return self.master.part(segment.offset, self.layout.shapes[segment.param] if whole else (segment.numel,))
+
+    @torch.no_grad()
+    def read_master(self, segment: Segment, into: Tensor) -> None:
+        """One segment of the master, flat, into memory of the caller's; nothing else is fetched."""
+        assert self.master is not None
+        begin, end = segment.offset, segment.offset + segment.numel
+        if self.master.remainder is not None:
+            join_into(into, self.master.compute[begin:end], self.master.remainder[begin:end])
+        else:
+            into.copy_(self.master.values[begin:end])
+
+    @torch.no_grad()
+    def gather_master(self) -> Tensor:
+        """The exact values of the whole lane, in memory of their own; a collective where they rest as slices."""
+        self.wait()
+        if self.master is None:
+            own, whole = self.mine, None if self.frees else self.full.flat
+        else:
+            self.master.fetch()
+            own = self.master.values
+            whole = own if self.updates_whole or self.mesh.world == 1 else None
+        if whole is None:
+            flat = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
+            verbs.gather(self.mesh, flat, own, "gather of full parameters").wait()
+        else:
+            flat = whole.clone()
+        if self.master is not None:
+            self.master.spill()
+        return flat
 
     # ---- gradients
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
+from zeor.runtime import events
 from zeor.runtime.unit import Slot
 
 
@@ -53,10 +54,28 @@ class Norms:
         known = self._known.setdefault(ord, {})
         if _is_stale(slot, known):
             stale = [s for s in self._slots if s.lane.grads.has[s.index] and _is_stale(s, known)]  # type: ignore[union-attr]
-            folds = [s.lane.grads.folds for s in stale]  # type: ignore[union-attr]
-            known.update(zip(stale, zip(self._compute(stale, ord).unbind(), folds)))
+            slot.engine.announce(events.NORM, lambda: {"slots": _places(stale), "ord": ord})
+            self.compute(stale, ord)
         norm, scale = known[slot][0], grads.scales[slot.index]
         return norm if scale is None or ord == 0 else norm * abs(scale)
+
+    def compute(self, slots: list[Slot], ord: float) -> None:
+        """Find these norms and remember them; a small exchange."""
+        folds = [slot.lane.grads.folds for slot in slots]  # type: ignore[union-attr]
+        known = self._known.setdefault(ord, {})
+        known.update(zip(slots, zip(self._compute(slots, ord).unbind(), folds)))
+
+    def known_order(self, slots: Sequence[Slot]) -> float | None:
+        """An order above 0 of which the norms of all these gradients are known, so that asking costs nothing."""
+        for ord, known in self._known.items():
+            if ord > 0 and not any(_is_stale(slot, known) for slot in slots):
+                return ord
+        return None
+
+    def raw(self, slot: Slot, ord: float) -> Tensor:
+        """One gradient's norm without the factor that is only remembered."""
+        self.of_grad(slot, ord)
+        return self._known[ord][slot][0]
 
     def total(self, slots: Sequence[Slot], ord: float) -> Tensor:
         """The norm over all these gradients together, as stock clip_grad_norm_ computes it."""
@@ -90,6 +109,11 @@ class Norms:
         found_inf.copy_(torch.maximum(found_inf, bad))
         for slot in slots:
             slot.scale_grad(inv_scale)
+
+
+def _places(slots: list[Slot]) -> list[int]:
+    places = {slot: place for place, slot in enumerate(slots[0].engine.slots)}
+    return [places[slot] for slot in slots]
 
 
 def _is_stale(slot: Slot, known: dict[Slot, tuple[Tensor, int]]) -> bool:

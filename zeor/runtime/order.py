@@ -18,13 +18,21 @@ Nobody waits for anything but gathers and that exchange, so divergence costs rou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 
 TRAIN, EVAL, BACKWARD, REDUCE = "train", "eval", "backward", "reduce"
+FIRST = "as registered"  # of a kind that was not seen yet
+NOTHING = -(2**31) + 1  # what a rank tells that has nothing to say: the least that travels
+
+
+def kind_of(train: bool, entry: str) -> str:
+    """The kind of a forward: with gradients or without, through the model's forward or a method beside it."""
+    kind = TRAIN if train else EVAL
+    return f"{kind} {entry}" if entry else kind
 
 
 class Orders:
@@ -33,11 +41,11 @@ class Orders:
     def __init__(self, mesh: Mesh, count: int):
         self._mesh = mesh
         forward = list(range(count))
-        self._orders = {TRAIN: forward, EVAL: forward, BACKWARD: forward[::-1], REDUCE: forward[::-1]}
+        self._orders = {FIRST: forward, BACKWARD: forward[::-1], REDUCE: forward[::-1]}
         self.learned: set[str] = set()
 
     def __getitem__(self, kind: str) -> list[int]:
-        return self._orders[kind]
+        return self._orders.get(kind, self._orders[FIRST])
 
     def learn(self, kinds: dict[str, Sequence[int]]) -> None:
         """Agree on what this pass showed. Every rank calls it at the same place, once per kind."""
@@ -51,9 +59,18 @@ class Orders:
 
     def extend(self, kind: str, units: Sequence[int]) -> bool:
         """Units that a pass needed beside its order, as every rank knows: from now on they are in it."""
-        new = [unit for unit in dict.fromkeys(units) if unit not in self._orders[kind]]
-        self._orders[kind] = [*self._orders[kind], *new]
+        new = [unit for unit in dict.fromkeys(units) if unit not in self[kind]]
+        self._orders[kind] = [*self[kind], *new]
         return bool(new)
+
+    def insert(self, kind: str, units: Sequence[int]) -> None:
+        """Units that were in no order of a backward's, each before those that registration order puts behind it."""
+        order = list(self._orders[kind])
+        for unit in units:
+            if unit not in order:
+                place = next((at for at, other in enumerate(order) if other < unit), len(order))
+                order.insert(place, unit)
+        self._orders[kind] = order
 
 
 class Asked(NamedTuple):
@@ -92,6 +109,7 @@ class Walk:
         self._order = list(order)
         self._position = {unit: position for position, unit in enumerate(self._order)}
         self._next = 0
+        self.before_ask: Callable[[], None] | None = None
         self.entered: list[int] = []
         self.extra: list[int] = []  # units any rank asked for that are in no order
 
@@ -109,19 +127,37 @@ class Walk:
         if not self._gatherer.has(unit):
             self._in_turn(unit)
 
+    def pass_by(self, unit: int) -> None:
+        """This rank will not need the unit in this round."""
+        if unit in self._position:
+            self._skip_to(self._position[unit] + 1)
+
+    def pass_by_all(self) -> None:
+        """This rank will need no more of this round."""
+        self._skip_to(len(self._order))
+
     def finish(self, told: Sequence[int] = ()) -> list[int]:
         """The pass ends: play on until nobody needs anything. Returns the largest of what the ranks told."""
-        assert len(told) == self._told_count
         while True:
-            self._skip_to(len(self._order))
-            answer = self._ask(False, [], list(told))
-            if not answer.again and not answer.units:
-                return answer.told
-            self._play(answer, wanted=None)
+            answer = self.agree(told)
+            if answer is not None:
+                return answer
+
+    def agree(self, told: Sequence[int] = ()) -> list[int] | None:
+        """One exchange of a rank that needs nothing. None where somebody does: it is being played."""
+        assert len(told) == self._told_count
+        self._skip_to(len(self._order))
+        answer = self._ask(False, [], list(told))
+        if not answer.again and not answer.units:
+            return answer.told
+        self._play(answer, wanted=None)
+        return None
 
     # ---- rounds
 
     def _ask(self, again: bool, units: list[int], told: list[int]) -> Asked:
+        if self.before_ask is not None:
+            self.before_ask()
         return self._gatherer.ask(Asked(again, units, told))
 
     def _play(self, answer: Asked, wanted: int | None) -> None:

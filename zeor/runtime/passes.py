@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from zeor.runtime import order as orders
 from zeor.runtime.gathers import Gathers
 from zeor.runtime.order import Orders, Walk
+from zeor.runtime.outside import Outside
 from zeor.runtime.schedule import Action, Schedule, Traits
 from zeor.runtime.unit import Unit
 
@@ -26,11 +27,14 @@ class Passes:
         self.engine, self.mesh, self.units, self.plan = engine, engine.mesh, engine.units, engine.plan
         self.record = engine.record
         self.orders = Orders(self.mesh, len(self.units))
+        self.outside = Outside(engine)  # units read outside their module stay as well
         self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, under_way)
+        self.gathers.keeps = self.outside.keeps
         self.open: list[Unit] = []  # units whose forward is running
         self.used: set[int] = set()  # units entered since the last step
         self.repeated: set[int] = set()  # units a pass enters more than once
         self.stay: set[int] = set()  # units that must not be freed before the next step (create_graph)
+        self.last: int | None = None  # the unit that the last forward left in place for backward to begin with
         self.diverged = False  # ranks have taken different paths in a forward since the last step
         self.plan_step()
 
@@ -42,10 +46,21 @@ class Passes:
         )
         overlap = self.plan.overlap
         prefetch = self.plan.prefetch if overlap else 0
-        train, backward = self.orders[orders.TRAIN], self.orders[orders.BACKWARD]
-        self.schedule = Schedule(traits, tuple(train), tuple(backward), prefetch, overlap)
-        evaluation = self.orders[orders.EVAL]
-        self.eval_schedule = Schedule(traits, tuple(evaluation), (), prefetch, overlap)
+        backward = tuple(self.orders[orders.BACKWARD])
+
+        def plan(kind: str) -> Schedule:
+            behind = backward if kind.startswith(orders.TRAIN) else ()
+            return Schedule(traits, tuple(self.orders[kind]), behind, prefetch, overlap)
+
+        self._plan = plan
+        self._planned: dict[str, Schedule] = {}
+        self.schedule = self.schedule_of(orders.TRAIN)
+
+    def schedule_of(self, kind: str) -> Schedule:
+        """Of a step whose forward is of this kind."""
+        if kind not in self._planned:
+            self._planned[kind] = self._plan(kind)
+        return self._planned[kind]
 
     def learn(self, kinds: dict[str, Sequence[int]]) -> None:
         """Agree on the orders a pass showed, and plan anew."""
@@ -76,7 +91,8 @@ class Passes:
                 self.free(unit)
 
     def free(self, unit: Unit) -> None:
-        if unit.frees and unit.index not in self.stay and unit.index not in self.repeated:
+        kept = unit.index in self.stay or unit.index in self.repeated or self.outside.keeps(unit.index)
+        if unit.frees and not kept:
             self.record("free", unit.index)
             unit.free()
 
@@ -87,12 +103,21 @@ class Passes:
     def put_back(self) -> None:
         """After an exception: the user's own objects in every module, nothing gathered."""
         self.open.clear()
+        self.outside.forget()
+        self.last = None
         for unit in self.units:
             unit.swap_out()
             if unit.frees and unit.index not in self.stay:
                 unit.free()
 
+    def forget_gathered(self) -> None:
+        """No unit is in place, and no rank may count on one."""
+        self.last = None
+        self.outside.held.clear()
+
     def end_step(self) -> None:
         self.used.clear()
         self.stay.clear()
+        self.outside.forget()
+        self.last = None
         self.diverged = False

@@ -17,7 +17,8 @@ only so long. Both cost memory, never a bit of the result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from zeor.comm.mesh import Mesh
 from zeor.runtime.unit import Slot, Unit
@@ -27,17 +28,33 @@ PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 0.05  # at first, and once it h
 log = logging.getLogger("zeor")
 
 
-class Reducer:
-    def __init__(self, mesh: Mesh, units: list[Unit], factor: float, overlap: bool, record: Callable):
-        self._mesh, self._units, self._factor, self._overlap = mesh, units, factor, overlap
-        self._record = record
-        self._slots = [slot for unit in units for slot in unit.slots if slot.lane.grads is not None]
-        self._under_way: list[Unit] = []
-        self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
-        self.begin([], diverged=False)
+class Rider(Protocol):
+    """Something else that ranks agree on at the end of a backward: its numbers travel with the reducer's."""
 
-    def begin(self, order: list[int], diverged: bool) -> None:
-        """A backward starts. `diverged`: ranks have taken different paths in this step's forwards."""
+    @property
+    def told_count(self) -> int: ...
+
+    def told(self) -> list[int]: ...
+
+    def heard(self, largest: Sequence[int]) -> None:
+        """The largest of what each rank told."""
+
+
+class Reducer:
+    def __init__(self, mesh: Mesh, units: list[Unit], overlap: bool, record: Callable):
+        self._mesh, self._units, self._overlap = mesh, units, overlap
+        self._record = record
+        self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
+        self._under_way: list[Unit] = []
+        self.riders: list[Rider] = []
+        self._unreduced: set[Slot] = set()  # had a gradient inside no_sync, on this rank, and nobody knows yet
+        self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
+        self.begin([], diverged=False, factor=1.0)
+
+    def begin(self, order: list[int], diverged: bool, factor: float) -> None:
+        """A backward starts. `diverged`: ranks have taken different paths in this step's forwards. `factor`: of the
+        sum over ranks."""
+        self._factor = factor
         self._waits = False
         self._patience_left = 0.0 if diverged else self._patience
         self._order = [unit for unit in order if self._trains(self._units[unit])]
@@ -45,10 +62,11 @@ class Reducer:
         self._ready: set[int] = set()
         self.issued: list[int] = []
         self.new: set[Slot] = set()  # had a gradient in this backward, on this rank
+        self.had: list[Slot] = []  # on any rank; known at the end
 
     @staticmethod
     def _trains(unit: Unit) -> bool:
-        return any(lane.grads is not None for lane in unit.lanes)
+        return any(lane.grads is not None and any(lane.grads.trains) for lane in unit.lanes)
 
     def ready(self, unit: Unit, entered: Callable[[int], bool]) -> None:
         """All gradients this backward brings to the unit are there."""
@@ -60,11 +78,24 @@ class Reducer:
             self._issue(self._units[candidate])
             self._next += 1
 
-    def _issue(self, unit: Unit) -> None:
+    def pass_by(self, unit: int) -> None:
+        """The unit's turn has come on the ranks that compute, and this one only plays: zeros, as far as the order goes
+        by units that were passed. Waits a moment for earlier ones, so that they do not pile up."""
+        self._ready.add(unit)
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            for earlier in self._under_way:
+                for lane in earlier.lanes:
+                    if lane.grads is not None:
+                        lane.grads.reduced_within(SHORT_PATIENCE_SECONDS)
+            self._issue(self._units[self._order[self._next]])
+            self._next += 1
+
+    def _issue(self, unit: Unit, left: bool = False) -> None:
+        """`left`: something is left on some rank, in whatever lane."""
         self._finish_earlier()
         self._record("reduce", unit.index)
         for lane in unit.lanes:
-            if lane.grads is not None:
+            if lane.grads is not None and (left or any(lane.grads.trains)):
                 lane.grads.start_reduce(self._factor, f"reduce of the gradients of unit {unit.name!r}")
         self.issued.append(unit.index)
         self._under_way.append(unit)
@@ -100,7 +131,7 @@ class Reducer:
 
     @property
     def told_count(self) -> int:
-        return 1 + 2 * len(self._units) + len(self._slots)
+        return 1 + 2 * len(self._units) + len(self._slots) + sum(rider.told_count for rider in self.riders)
 
     def told(self) -> list[int]:
         """What ranks must agree on at the end: how far anyone got, what is left (of units that were reduced
@@ -108,12 +139,19 @@ class Reducer:
         pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
         late = [left and unit.index in self.issued for left, unit in zip(pending, self._units)]
         fresh = [left and not again for left, again in zip(pending, late)]
-        return [self._next, *late, *fresh, *(slot in self.new for slot in self._slots)]
+        ridden = [number for rider in self.riders for number in rider.told()]
+        had = [slot in self.new or (slot in self._unreduced and _is_held(slot)) for slot in self._slots]
+        return [self._next, *late, *fresh, *had, *ridden]
 
     def end(self, told: list[int]) -> None:
         """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
         largest of what each rank told."""
         self._waits = True
+        self._unreduced = set()
+        for rider in reversed(self.riders):
+            begin = len(told) - rider.told_count
+            rider.heard(told[begin:])
+            told = told[:begin]
         count = len(self._units)
         reached, late, fresh, had = told[0], told[1 : 1 + count], told[1 + count : 1 + 2 * count], told[1 + 2 * count :]
         for position in range(self._next, reached):
@@ -121,7 +159,7 @@ class Reducer:
         passed = set(self._order[:reached])
         for unit in self._units:
             if late[unit.index] or (fresh[unit.index] and unit.index not in passed):
-                self._issue(unit)
+                self._issue(unit, left=True)
         self._finish_earlier()
         for unit in self._units:
             for lane in unit.lanes:
@@ -130,6 +168,7 @@ class Reducer:
         for slot, anyone in zip(self._slots, had):
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.has[slot.index] = True
+                self.had.append(slot)
 
     def under_way(self) -> str:
         """For the label of what is waited for meanwhile: a rank that is missing is missing here too."""
@@ -138,6 +177,7 @@ class Reducer:
     def abandon(self) -> None:
         """Backward raised half-way."""
         self._under_way.clear()
+        self._unreduced = set()
         for unit in self._units:
             for lane in unit.lanes:
                 if lane.grads is not None:
@@ -148,3 +188,8 @@ class Reducer:
         for slot in self.new:
             assert slot.lane.grads is not None
             slot.lane.grads.has[slot.index] = True
+        self._unreduced |= self.new
+
+
+def _is_held(slot: Slot) -> bool:
+    return slot.lane.grads is not None and slot.lane.grads.has[slot.index]

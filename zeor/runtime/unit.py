@@ -7,14 +7,17 @@ keeps no order; the engine does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeor.memory.roles import Residency
 from zeor.memory.view import Held, View
+from zeor.runtime import edits, events
 from zeor.runtime.lane import Lane
 
 if TYPE_CHECKING:
@@ -27,16 +30,33 @@ class Slot(Held):
     """One parameter: where it lies, who uses it, and the answers its views give."""
 
     def __init__(self, engine: Engine, name: str, param: nn.Parameter, owners: Sequence[Owner]):
+        if param.requires_grad and not param.dtype.is_floating_point:
+            raise ValueError(
+                f"Parameter {name!r} is {param.dtype} and trains; keep it as torch.view_as_real(...) of itself, and "
+                "make it complex where it is used."
+            )
         self.engine, self.name, self.owners = engine, name, tuple(owners)
         self.shape, self.dtype = tuple(param.shape), param.dtype
         self.user: nn.Parameter = param  # the user's own object; a View once packed, plain for a drop-in
         self.unit: Unit
         self.lane: Lane
         self.index = -1  # in its lane
+        self.trains = param.requires_grad and param.dtype.is_floating_point  # as the user wants it
+        self._class, self._attributes = type(param), dict(vars(param))
         self._grad_view: View | None = None
+        self._after_grad: OrderedDict[int, Callable] = OrderedDict()
 
     def settle(self, unit: Unit, lane: Lane, index: int) -> None:
         self.unit, self.lane, self.index = unit, lane, index
+        self.dress(self.full)
+
+    def dress(self, param: nn.Parameter) -> nn.Parameter:
+        """A full parameter is of the class, and has the attributes, of the one the user gave: a quantised one knows
+        how to be read."""
+        if type(param) is not self._class:
+            param.__class__ = self._class
+        vars(param).update(self._attributes)
+        return param
 
     @property
     def full(self) -> nn.Parameter:
@@ -47,16 +67,20 @@ class Slot(Held):
         like = torch.empty((), dtype=self.dtype, device=self.engine.mesh.device).expand(self.shape)
         if not of_grad and self.lane.key.trainable:
             like.requires_grad_()
-        return View(like, self, of_grad)
+        view = View(like, self, of_grad)
+        if not of_grad:
+            vars(view).update({**self._attributes, **vars(view)})
+        return view
 
     # ---- the parameter
 
     def read(self) -> Tensor:
-        if self.lane.frees:
-            raise RuntimeError(
-                f"Parameter {self.name!r} is sharded and its full value is not on this rank; "
-                "read it inside `with zeor.full_params(model):`."
-            )
+        self.engine.unfilled.check_slot(self)
+        # Inside a pass it can be brought: see Note [Read outside] in outside.py.
+        outside = self.engine.passes.outside
+        if self.lane.frees and not self.unit.swapped and not outside.read(self.unit):
+            what = outside.advice()
+            raise RuntimeError(f"Parameter {self.name!r} is sharded and its full value is not on this rank; {what}.")
         self.unit.wait()
         return self.full
 
@@ -73,16 +97,24 @@ class Slot(Held):
             value = value._held.read()
         if tuple(value.shape) != self.shape:
             raise ValueError(f"{self.name!r} has shape {self.shape}; the value given has {tuple(value.shape)}.")
-        self.lane.store(self.index, value)
+        self.store(value)
         self.lane.wait()
 
+    def store(self, value: Tensor) -> None:
+        """A full value, the same on every rank, into master and compute."""
+        self.engine.refuse_if_lent(f"Parameter {self.name!r} was written")
+        self.lane.store(self.index, value)
+        self.engine.unfilled.slots.pop(self, None)
+
     def set_requires_grad(self, flag: bool) -> None:
-        if flag and self.lane.grads is None:
-            raise RuntimeError(
-                f"Parameter {self.name!r} was frozen when zeor.shard ran and has no master or gradient; "
-                "zeor.unshard the model, unfreeze it, and shard again."
-            )
-        self.full.requires_grad_(flag)
+        """See Note [Freezing and unfreezing] in freezing.py."""
+        if flag and not self.dtype.is_floating_point:
+            raise RuntimeError(f"Parameter {self.name!r} is {self.dtype} and cannot train; leave it frozen.")
+        self.trains = flag
+        if self.lane.grads is not None:
+            self.full.requires_grad_(flag)
+            self.lane.grads.expects[self.index] = flag
+        self.engine.freezing.change()
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of the gradient's shape."""
@@ -92,6 +124,19 @@ class Slot(Held):
         return flat[:0] if segment is None else flat[segment.start : segment.start + segment.numel]
 
     # ---- the gradient
+
+    def leaf(self) -> Tensor:
+        return self.full
+
+    def after_grad(self, hook: Callable) -> RemovableHandle:
+        handle = RemovableHandle(self._after_grad)
+        self._after_grad[handle.id] = hook
+        return handle
+
+    def grad_is_there(self) -> None:
+        """A backward has reduced it."""
+        for hook in list(self._after_grad.values()):
+            hook(self.user)
 
     def grad_view(self) -> View:
         if self._grad_view is None:
@@ -108,6 +153,12 @@ class Slot(Held):
             if grads is not None:
                 grads.drop(self.index)
                 self.engine.norms.forget(self)
+                self.engine.edited(self, edits.DROP)
+        elif grads is None and self.engine.plain:
+            raise RuntimeError(
+                f"Parameter {self.name!r} was frozen when the optimizer was made and has a gradient now; make the "
+                "optimizer anew, or use zeor.shard, which knows of unfreezing."
+            )
         elif value is not self._grad_view:
             raise RuntimeError(
                 f"The gradient of {self.name!r} is sharded and cannot be replaced; change it in place, or set "
@@ -136,6 +187,7 @@ class Slot(Held):
         return grads.local(self.index).view(self.shape).to(self.dtype)
 
     def gather_grad(self) -> Tensor:
+        self.engine.announce(events.GRADS, lambda: self.engine.slots.index(self))
         return self.lane.gather_grads()[self.index].view(self.shape).to(self.dtype)
 
     def norm(self, ord: float, of_grad: bool) -> Tensor:
@@ -144,13 +196,19 @@ class Slot(Held):
         return torch.linalg.vector_norm(self.read().detach(), ord)
 
     def scale_grad(self, factor: Tensor | float) -> None:
-        self.ready_grads().scale(self.index, self.engine.norms.keep_factor(factor))
+        kept = self.engine.norms.keep_factor(factor)
+        self.ready_grads().scale(self.index, kept)
+        self.engine.edited(self, edits.SCALE, (kept,))
 
     def local_grad(self) -> Tensor:
         grads = self.ready_grads()
         grads.apply_scales()
         self.engine.norms.forget(self)
         return grads.local(self.index)
+
+    def edited(self, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.engine.counts.edited(self, verb)
+        self.engine.edited(self, verb, args, kwargs)
 
     def check_and_unscale(self, helds: Sequence[Held], found_inf: Tensor, inv_scale: Tensor) -> None:
         self.engine.norms.check_and_unscale([h for h in helds if isinstance(h, Slot)], found_inf, inv_scale)
@@ -199,6 +257,7 @@ class Unit:
     def swap_in(self) -> None:
         """The full parameters into their modules: from here on forward sees plain parameters."""
         if not self.swapped:
+            self._check_places()
             self._put([slot.full for _, _, slot in self._places])
             self.swapped = True
 
@@ -207,6 +266,15 @@ class Unit:
         if self.swapped:
             self._put([slot.user for _, _, slot in self._places])
             self.swapped = False
+
+    def _check_places(self) -> None:
+        """What somebody else put in a parameter's place must not be passed over."""
+        for module, attr, slot in self._places:
+            if module._parameters.get(attr) is not slot.user:
+                raise RuntimeError(
+                    f"Something else is in the place of parameter {slot.name!r} (by torch.func.functional_call, "
+                    "pruning, or an assignment); do that inside `with zeor.full_params(model):`, or before zeor.shard."
+                )
 
     def put(self, params: dict[Slot, nn.Parameter]) -> None:
         """Any objects into the modules; see full_params."""

@@ -1,0 +1,107 @@
+"""torch.compile and sharding: unit by unit with no recompiles after the second step, the same loss, plain names.
+
+On the CPU with a backend that needs no C++ compiler; tests/gpu/test_compile_gpu.py does the same with inductor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeor
+from tests.parity.calls import STAGES, finish, mse, parts_of
+
+BACKEND = {"backend": "aot_eager"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(5), nn.Linear(5, 7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.first, self.last = nn.Parameter(torch.tensor(1.1)), nn.Linear(3, 5), nn.Linear(5, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.gain
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def train(how: str, stage: int, steps: int = 4) -> tuple[list[float], list[int], dict[str, Tensor]]:
+    """Losses, compiled graphs after each step, and the parameters at the end."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(3)
+    model: Any = Net().double()
+    blocks = list(model.blocks)
+    if how == "in place":
+        for block in blocks:
+            block.compile(fullgraph=True, **BACKEND)
+    if how == "wrapped":
+        for number, block in enumerate(blocks):
+            model.blocks[number] = torch.compile(block, **BACKEND)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    zeor.shard(model, optimizer, stage=stage, units=[Block])
+    if how == "after shard":
+        for block in blocks:
+            block.compile(**BACKEND)
+    called = torch.compile(model, **BACKEND) if how == "whole" else model
+    losses, compiled = [], []
+    for step in range(steps):
+        loss = mse(called, [parts_of(step, dist.get_world_size())[dist.get_rank()]])
+        loss.backward()
+        finish(optimizer)
+        losses.append(loss.item())
+        compiled.append(graphs())
+        if step == 1:
+            torch._dynamo.config.error_on_recompile = True
+    torch._dynamo.config.error_on_recompile = False
+    assert list(model.state_dict()) == list(Net().state_dict()), "names are not the plain model's"
+    assert [unit.name for unit in vars(model)["_zeor_sharded"].engine.units][1:] == [f"blocks.{i}" for i in range(3)]
+    with zeor.full_params(called):
+        return losses, compiled, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def compare_compiled(how: str) -> None:
+    for stage in STAGES:
+        losses, compiled, values = train(how, stage)
+        want, none, wanted = train("not at all", stage)
+        assert none[-1] == 0 and compiled[1] >= 1, f"compiled {compiled}, plain {none}"
+        assert compiled[1] == compiled[-1], f"stage {stage} recompiled: graphs after each step {compiled}"
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(want), rtol=0, atol=1e-12)
+        for name, value in wanted.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["in place", "wrapped", "after shard"])
+def test_compiled_units_do_not_recompile_and_keep_loss_and_names(ranks, how):
+    ranks(compare_compiled, 2, how, timeout=300)
+
+
+@pytest.mark.long
+def test_a_whole_model_compiled_breaks_its_graph_at_units_and_is_right(ranks):
+    ranks(compare_compiled, 2, "whole", timeout=300)
+
+
+@pytest.mark.long
+def test_a_wrapped_model_is_told_to_compile_in_place():
+    with pytest.raises(TypeError, match=r"wrapped by torch.compile; .* model.compile\(\) .* block.compile\(\)"):
+        zeor.shard(torch.compile(Net(), **BACKEND))

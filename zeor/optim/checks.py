@@ -1,0 +1,53 @@
+"""What zeor.shard asks of an optimizer before anything is changed: its parameters, its kind, its state.
+
+Each refusal is one sentence that names what was found and what to do, and leaves model and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from zeor.optim.owners import updates_are_cut
+from zeor.optim.probe import Kind, probe_groups
+from zeor.optim.segments import check_cuttable
+from zeor.runtime.engine import Engine
+
+
+def check_kind(engine: Engine, optimizer: Optimizer) -> list[Kind]:
+    """What kind of optimizer it is, by group; ValueError where it cannot work at this stage. Touches nothing."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    kinds, name = probe_groups(optimizer, engine.mesh.device, dtype), type(optimizer).__name__
+    for kind in kinds:
+        if kind.failed is not None:
+            raise ValueError(
+                f"{name} could not take a plain step on its own ({kind.failed}), so zeor cannot drive it; "
+                "use an optimizer whose step() needs no closure and dense gradients, such as AdamW."
+            )
+        if kind.coupled and updates_are_cut(engine):
+            raise ValueError(
+                f"{name} updates each parameter by what it finds in the others (one call over two differs from two "
+                "calls), so no rank could compute its part alone; use zeor.shard(..., stage=0), where every rank "
+                "updates the whole model, or an optimizer such as AdamW."
+            )
+    if updates_are_cut(engine):
+        names = {id(slot.user): slot.name for slot in engine.slots}
+        for kind, group in zip(kinds, optimizer.param_groups):
+            for param in group["params"] if kind.elementwise else ():
+                state = optimizer.state.get(param) or {}
+                check_cuttable(names.get(id(param), "a parameter"), tuple(param.shape), state)
+    return kinds
+
+
+def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
+    """Every parameter of the optimizer must be one of the model's."""
+    known = {id(slot.user): slot for slot in engine.slots}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} (group {number}, "
+                    f"position {position}) that is not in the sharded model; make the optimizer from this model's "
+                    "parameters()."
+                )

@@ -1,0 +1,86 @@
+"""Models and optimizers that another library has wrapped or sharded already.
+
+What zeor.shard cannot take gets one sentence that says what to hand over instead. Nothing is imported for that: a
+class is known by its name. What works under DistributedDataParallel is in given.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# By name, so that nothing is imported that the user did not: (module prefix, class) -> what to do.
+_MODULES = {
+    ("torch.nn.parallel", "DistributedDataParallel"): (
+        "is wrapped in DistributedDataParallel, which would reduce every gradient a second time; give zeor.shard the "
+        "module that was never wrapped (stage=0 does what DDP does)"
+    ),
+    ("torch.nn.parallel", "DataParallel"): (
+        "is wrapped in DataParallel; start one process per device with torchrun or zeor.launch and give zeor.shard the "
+        "module itself"
+    ),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
+        "is sharded by FullyShardedDataParallel already; give zeor.shard the module before it is wrapped"
+    ),
+    ("torch.distributed.fsdp", "FSDPModule"): (
+        "is sharded by fully_shard already; give zeor.shard the module before that"
+    ),
+    ("torch._dynamo.eval_frame", "OptimizedModule"): (
+        "is wrapped by torch.compile; give zeor.shard the model itself, and compile it by model.compile() or, better, "
+        "its blocks by block.compile()"
+    ),
+    ("deepspeed", "DeepSpeedEngine"): (
+        "is a DeepSpeed engine; give zeor.shard the module that deepspeed.initialize was given, without DeepSpeed"
+    ),
+}
+_OPTIMIZERS = {
+    ("accelerate", "AcceleratedOptimizer"): (
+        "was prepared by Accelerate; call zeor.shard(model, optimizer) on what you made yourself and let "
+        "accelerator.prepare have the data loaders alone"
+    ),
+    ("deepspeed", ""): "belongs to DeepSpeed; give zeor.shard a torch optimizer of your own",
+    ("torch.distributed.optim", "ZeroRedundancyOptimizer"): (
+        "is sharded already; give zeor.shard the optimizer that it was made of, such as torch.optim.AdamW"
+    ),
+}
+
+
+def refuse_wrapped(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """TypeError where another library has taken the model or an optimizer."""
+    for name, module in model.named_modules():
+        what = _found(module, _MODULES)
+        if what:
+            raise TypeError(f"{f'Module {name!r}' if name else 'The model'} {what}.")
+    refuse_sharded(model.named_parameters())
+    for optimizer in optimizers:
+        what = _found(optimizer, _OPTIMIZERS)
+        if what:
+            raise TypeError(f"The optimizer ({type(optimizer).__name__}) {what}.")
+
+
+def refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
+    """TypeError where a parameter is itself a part of something."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: nobody can have made one
+    for name, param in named:
+        if tensors is not None and isinstance(param, tensors.DTensor):
+            raise TypeError(
+                f"Parameter {name!r} is a DTensor, sharded already by fully_shard or tensor parallelism; zeor shards "
+                "plain parameters only."
+            )
+        if hasattr(param, "ds_id"):
+            raise TypeError(
+                f"Parameter {name!r} was taken apart by deepspeed.zero.Init; build the model without it, on the meta "
+                "device if it does not fit, then zeor.shard."
+            )
+
+
+def _found(thing: Any, table: dict[tuple[str, str], str]) -> str:
+    for base in type(thing).__mro__:
+        for (prefix, name), what in table.items():
+            if f"{base.__module__}.".startswith(f"{prefix}.") and name in ("", base.__name__):
+                return what
+    return ""
