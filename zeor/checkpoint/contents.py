@@ -1,0 +1,243 @@
+"""What this rank writes of a training run: which boxes of which tensors, and the plain values beside them.
+
+Every rank writes the part of each parameter that lies in its own slice, at every stage, so that each element is
+written once. The same for the optimizers' state; what an owner keeps whole the owner writes. Nothing here knows
+files; nothing is read from a device before a `Source` is asked for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zeor.checkpoint import plain
+from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.manifest import Stored
+from zeor.checkpoint.writer import Source
+from zeor.layout import Segment
+from zeor.layout.boxes import Box, boxes_of_range
+from zeor.runtime.discover import named_owners
+from zeor.runtime.engine import Engine
+from zeor.runtime.lane import Lane
+from zeor.runtime.unit import Slot
+
+log = logging.getLogger("zeor")
+
+PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"
+
+
+@dataclass
+class Told:
+    """A tensor this rank writes boxes of."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: list[Box] = field(default_factory=list)
+
+
+class Contents:
+    """Collected on one rank; `described()` is what the other ranks must hear of it."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.told: dict[tuple[str, str], Told] = {}
+        self.values: dict[str, Any] = {}
+
+    def add_range(
+        self, what: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype, start: int, read: _Once
+    ) -> None:
+        """Elements of a flattened tensor from `start` on, as many as `read()` gives."""
+        told = self.told.setdefault(what, Told(shape, plain.dtype_name(dtype)))
+        stored = Stored(*what, shape, told.dtype, [])
+        at = 0
+        for box in boxes_of_range(shape, start, start + read.numel):
+            end = at + box.numel
+            self.sources.append(Source(stored.key(box), dtype, box.length, functools.partial(read, at, end)))
+            told.boxes.append(box)
+            at = end
+
+    def add_whole(self, what: tuple[str, str], value: Tensor) -> None:
+        value = value.detach()
+        self.add_range(what, tuple(value.shape), value.dtype, 0, _Once(value.numel(), lambda: value.reshape(-1)))
+
+    def encode(self, role: str, name: str, value: Any) -> Any:
+        """JSON for a value; its large tensors are written under this role."""
+        return plain.encode(value, name, lambda where, tensor: self.add_whole((role, where), tensor))
+
+    def described(self) -> dict[str, Any]:
+        tensors = [
+            [role, name, list(t.shape), t.dtype, [[list(b.begin), list(b.length)] for b in t.boxes]]
+            for (role, name), t in self.told.items()
+        ]
+        return {"tensors": tensors, "values": self.values}
+
+
+class _Once:
+    """Reads a flat tensor when its first part is asked for, and lets go of it with the last."""
+
+    def __init__(self, numel: int, read: Callable[[], Tensor]):
+        self.numel, self._read = numel, read
+        self._flat: Tensor | None = None
+
+    def __call__(self, begin: int, end: int) -> Tensor:
+        if self._flat is None:
+            self._flat = self._read()
+        flat = self._flat
+        if end == self.numel:
+            self._flat = None
+        return flat[begin:end]
+
+
+# ---- parameters and buffers
+
+
+def add_parameters(contents: Contents, engine: Engine, names: Mapping[int, str]) -> None:
+    """The exact value of every parameter, in this rank's slice of it. `names`: by id of the user's parameter."""
+    for slot in engine.slots:
+        lane = slot.lane
+        dtype = lane.key.master_dtype or lane.key.compute_dtype
+        for segment in lane.layout.segments(engine.mesh.rank):
+            if segment.param == slot.index:
+                read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
+                contents.add_range((PARAM, names[id(slot.user)]), slot.shape, dtype, segment.start, read)
+
+
+def exact_part(lane: Lane, segment: Segment) -> Tensor:
+    """The exact values of a segment of this rank's slice, flat: the memory itself, or a temporary."""
+    if lane.updates_whole:
+        offset = lane.layout.offsets[segment.param] + segment.start
+        segment = Segment(segment.param, segment.start, segment.numel, offset)
+    end = segment.offset + segment.numel
+    if lane.master is None:
+        return (lane.full.flat if lane.updates_whole else lane.mine)[segment.offset : end]
+    if lane.master.remainder is None:
+        return lane.master.values[segment.offset : end]
+    into = torch.empty(segment.numel, dtype=lane.master.dtype, device=lane.mesh.device)
+    lane.read_master(segment, into)
+    return into
+
+
+def parameter_names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """(the name of each parameter by id, the other names of tied ones)."""
+    names, aliases = {}, {}
+    modules = {module: prefix for prefix, module in model.named_modules()}
+    for name, param, owners in named_owners(model):
+        names[id(param)] = name
+        for module, attr in owners:
+            other = f"{modules[module]}.{attr}" if modules[module] else attr
+            if other != name:
+                aliases[other] = name
+    return names, aliases
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers a state dict holds, under their first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for attr, buffer in module._buffers.items():
+            if buffer is not None and attr not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), (f"{prefix}.{attr}" if prefix else attr, buffer))
+    return dict(found.values())
+
+
+# ---- optimizers
+
+
+def role_of(number: int, key: Iterable[str | int]) -> str:
+    return f"optimizer.{number}.{'/'.join(map(str, key))}"
+
+
+def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[int, str]) -> None:
+    """Its groups by parameter name, its counters, its element-wise state in this rank's part, an owner's whole."""
+    engine: Engine = stepper.engine
+    slots = {slot.name: slot for slot in engine.slots}
+    keys: dict[str, list[str | int]] = {}
+    scalars: dict[str, list[Any]] = {}
+    for piece in stepper.pieces():
+        slot = slots[piece.name]
+        name, role = names[id(slot.user)], role_of(number, piece.key)
+        keys[role] = list(piece.key)
+        if piece.begin is not None:
+            _add_elements(contents, (role, name), slot, piece.begin, piece.value)
+        elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
+            if not slot.lane.updates_whole or engine.mesh.rank == 0:
+                contents.add_whole((role, name), piece.value)
+        else:
+            value = plain.encode(piece.value, f"{piece.key} of {name!r}")
+            scalars.setdefault(name, []).append([list(piece.key), value])
+    contents.values.setdefault("optimizers", []).append(
+        {
+            "class": type(stepper.optimizer).__name__,
+            "groups": [_group(group, names) for group in stepper.optimizer.param_groups],
+            "keys": keys,
+            "scalars": scalars,
+        }
+    )
+
+
+def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, begin: int, value: Tensor) -> None:
+    """Where every rank has all of it, only this rank's slice is written."""
+    end = begin + value.numel()
+    if slot.lane.updates_whole:
+        mine = [s for s in slot.lane.layout.segments(slot.engine.mesh.rank) if s.param == slot.index]
+        if not mine:
+            return
+        first, end = mine[0].start, mine[0].start + mine[0].numel
+        value, begin = value[first - begin : end - begin], first
+    contents.add_range(what, slot.shape, value.dtype, begin, _Once(value.numel(), lambda: value))
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        "params": [names[id(param)] for param in group["params"]],
+        "settings": plain.encode(settings, "a group's settings"),
+    }
+
+
+def add_average(contents: Contents, key: str, average: Any, engine: Engine, names: Mapping[int, str]) -> dict[str, int]:
+    """A zeor.ema, cut like the parameters. Returns its plain state."""
+    slots = {slot.name: slot for slot in engine.slots}
+    for piece in average.pieces():
+        slot = slots[piece.name]
+        read = _Once(piece.value.numel(), lambda value=piece.value: value)  # type: ignore[misc]
+        contents.add_range((f"ema.{key}", names[id(slot.user)]), slot.shape, piece.value.dtype, piece.begin, read)
+    return {"updates": average.updates}
+
+
+# ---- everything else
+
+
+def add_rng(contents: Contents, rank: int, device: torch.device) -> None:
+    """The generators of this rank: they come back where the world is the same."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    state["python"] = (state["python"][0], torch.tensor(state["python"][1]), state["python"][2])
+    contents.values["rng"] = contents.encode(RNG, f"rank {rank}", state)
+
+
+def _numpy_state() -> Any:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss))
+
+
+def state_of_object(value: Any, where: str) -> Any:
+    """A scheduler, scaler or loader is saved by its state_dict(); anything else by itself."""
+    if hasattr(value, "state_dict") and not isinstance(value, (Mapping, nn.Module)):
+        return value.state_dict()
+    if isinstance(value, nn.Module):
+        raise CheckpointError(f"{where} is a module; give its state_dict(), or save it as a model of its own.")
+    return value

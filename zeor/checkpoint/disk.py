@@ -1,0 +1,67 @@
+"""The system calls a checkpoint is written with, each in one place, so that a test can let any of them fail.
+
+Nothing here decides anything: what is written where, and in which order, is commit.py's. `DISK` is the real
+one; tests hand in another that raises, or kills the process, at a given call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_MOST_PARTS = 256  # below every system's IOV_MAX
+
+
+class Disk:
+    def make_folder(self, path: Path) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """A new file for writing; an existing one is an error."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, parts: Sequence[memoryview | bytes], position: int) -> None:
+        """All parts, one after the other, at a position of the file."""
+        if len(parts) > _MOST_PARTS:
+            parts = [b"".join(parts)]
+        left = [memoryview(part) for part in parts if len(part)]
+        while left:
+            written = self._pwritev(fd, left, position)
+            position += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+    def _pwritev(self, fd: int, parts: Sequence[memoryview], position: int) -> int:
+        return os.pwritev(fd, parts, position)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """The names in a folder survive a power cut only after this."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def names(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+
+DISK = Disk()

@@ -1,0 +1,295 @@
+"""export(): plain Hugging Face style safetensors out of a live model or a checkpoint, never held whole by anyone.
+
+1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before.
+2. Rank 0 makes a hidden folder beside `out` (outfiles.py).
+3. Values stream through: parameter by parameter from a sharded model (runtime/stream.py), range by range from a
+   checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
+4. One rename makes the folder visible. All ranks hear how it ended.
+Casts are zeor's own (memory/formats.py), so that a live export and one from a checkpoint are the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeor.checkpoint import contents as parts
+from zeor.checkpoint.commit import find, read_manifest
+from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.manifest import Manifest, Stored
+from zeor.checkpoint.matching import Target, find_targets
+from zeor.checkpoint.modelconfig import config_texts
+from zeor.checkpoint.outfiles import OutFiles, Planned, parse_size
+from zeor.checkpoint.plain import DTYPES
+from zeor.checkpoint.reading import Need, need, read_all
+from zeor.comm.agree import exchange
+from zeor.comm.mesh import Mesh, make_mesh
+from zeor.memory import device as devices
+from zeor.memory.formats import cast_into
+from zeor.plan import Plan
+from zeor.runtime.compiled import unwrapped
+from zeor.runtime.sharded import ATTRIBUTE
+from zeor.runtime.stream import DEFAULT_NBYTES, iter_slots
+
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_CAST = tuple(_SHORT.values())  # what dtype= changes: quantised values and integers stay as they are
+_BATCH_NBYTES = 64 << 20  # read from a checkpoint at a time
+Values = Iterator[tuple[str, Tensor, int]]  # name, elements, and the first of them
+
+
+@dataclass
+class Export:
+    """What is written, and where its values come from, on one rank."""
+
+    mesh: Mesh
+    planned: list[Planned]
+    values: Callable[[], Values]
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
+    model: Any = None
+
+
+def export(
+    source: str | os.PathLike[str] | nn.Module,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_file: int | str = "5GB",
+    trainable_only: bool = False,
+    config: Any = None,
+) -> Path:
+    """Write plain safetensors, as Hugging Face lays them out, from a model (every rank calls it) or from a checkpoint
+    (one process, no process group). Returns the folder.
+
+    Names are those of the state dict, tied parameters once, persistent buffers included; values are the masters', in
+    each parameter's own dtype. `out` is a new or empty folder: it appears whole, by one rename, or not at all.
+
+    dtype           "bf16", "fp16", "fp32" or a torch.dtype, for everything in floating point.
+    max_file        where to begin another file; with several there is an index.
+    trainable_only  what requires gradients alone: adapters.
+    config          a folder with a config.json, or a config, to go beside the weights; None takes model.config.
+    """
+    wanted, max_nbytes, folder = _dtype_of(dtype), parse_size(max_file), Path(out)
+    if isinstance(source, nn.Module):
+        this = _from_model(unwrapped(source), wanted, trainable_only, max_nbytes)
+    elif isinstance(source, (str, os.PathLike)):
+        this = _from_checkpoint(Path(source), wanted, trainable_only)
+    else:
+        raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
+    if not this.planned:
+        raise ValueError("zeor.export: there is nothing to write; no parameter trains (trainable_only=True).")
+    texts = config_texts(this.model, config, [tensor.dtype for tensor in this.planned])
+    _write(this, folder, max_nbytes, texts)
+    return folder
+
+
+def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    found = _SHORT.get(dtype, DTYPES.get(dtype)) if isinstance(dtype, str) else dtype
+    if (found is not None and found not in _CAST) or (dtype is not None and found is None):
+        raise ValueError(f"dtype={dtype!r} is not known; use one of {list(_SHORT)} or the torch.dtype.")
+    return found
+
+
+# ---- writing
+
+
+def _write(this: Export, out: Path, max_nbytes: int, texts: Mapping[str, str]) -> None:
+    """Steps 2 to 4 of the module's docstring."""
+    files: OutFiles | None = None
+    problem = ""
+    if this.mesh.rank == 0:
+        problem = _occupied(out)
+        if not problem:
+            files = OutFiles(out, this.planned, max_nbytes, {**this.aliases, "format": "pt"})
+            problem = _attempt(files.begin, out)
+    _agree(this.mesh, problem, "beginning of an export", files)
+    problem = _attempt(lambda: _stream(this, files), out)
+    if files is not None and not problem:
+        problem = _attempt(lambda: _end(files, texts), out)
+    _agree(this.mesh, problem, "end of an export", files)
+
+
+def _stream(this: Export, files: OutFiles | None) -> None:
+    """Rank 0 writes. The others take part in silence, and all stop where it does."""
+    wanted = {tensor.name: tensor.dtype for tensor in this.planned}
+    values = this.values()
+    try:
+        for name, value, start in values:
+            if files is None:
+                break
+            files.put(name, _cast(value, wanted[name]), start)
+            del value
+    finally:
+        values.close()  # type: ignore[attr-defined]
+
+
+def _end(files: OutFiles, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        files.write_text(name, text)
+    files.commit()
+
+
+def _occupied(out: Path) -> str:
+    if out.is_dir() and not any(out.iterdir()):
+        return ""
+    if os.path.lexists(out):
+        return f"{out} exists already; zeor.export writes a new folder, so give another name or remove it."
+    return ""
+
+
+def _attempt(do: Callable[[], None], out: Path) -> str:
+    """Nothing, or what failed."""
+    try:
+        do()
+    except OSError as error:
+        return f"The export to {out} could not be written: {error.strerror or error}. Nothing of it is visible."
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _agree(mesh: Mesh, problem: str, label: str, files: OutFiles | None) -> None:
+    everyone = exchange(mesh, problem, label)
+    found = next((text for text in everyone if text), "")
+    if found:
+        if files is not None:
+            files.abandon()
+        raise CheckpointError(found)
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """zeor's one cast: what forward reads of a master."""
+    if value.dtype == dtype:
+        return value
+    result = torch.empty(value.shape, dtype=dtype, device=value.device)
+    cast_into(result, value.detach().contiguous())
+    return result
+
+
+def _target(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own in _CAST else own
+
+
+# ---- from a model
+
+
+def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bool, max_nbytes: int) -> Export:
+    state = vars(model).get(ATTRIBUTE)
+    if state is not None and state.shown:
+        raise RuntimeError("zeor.export cannot run inside zeor.full_params; close that first.")
+    targets = find_targets(model)
+    if trainable_only:
+        targets = [target for target in targets if not target.is_buffer and target.tensor.requires_grad]
+    names = {id(target.tensor): _chosen(model, target) for target in targets}
+    aliases = {
+        other: names[id(target.tensor)]
+        for target in targets
+        for other in target.names
+        if other != names[id(target.tensor)]
+    }
+    planned = [
+        Planned(names[id(t.tensor)], _target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets
+    ]
+    mesh = state.engine.mesh if state is not None else _plain_mesh(model)
+    values = lambda: _model_values(state, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
+    return Export(mesh, planned, values, aliases, model)
+
+
+def _plain_mesh(model: nn.Module) -> Mesh:
+    """Of a model nobody shards (a drop-in optimizer leaves it plain): rank 0 of the process group writes."""
+    if not dist.is_initialized():
+        return Mesh(rank=0, world=1, device=torch.device("cpu"))
+    plan = Plan()
+    return make_mesh(None, devices.device_of(model), plan.deterministic, plan.timeout)
+
+
+def _chosen(model: nn.Module, target: Target) -> str:
+    """A tied parameter's first name, but none that transformers ties to another by itself."""
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    return next((name for name in target.names if name not in tied), target.name)
+
+
+def _model_values(
+    state: Any, targets: list[Target], names: Mapping[int, str], wanted: torch.dtype | None, max_nbytes: int
+) -> Values:
+    slots = {id(slot.user): slot for slot in state.engine.slots} if state is not None else {}
+    chosen = [slots[id(target.tensor)] for target in targets if id(target.tensor) in slots]
+    if chosen:
+        # A wider dtype is asked of the masters themselves; a narrower one is cast on rank 0.
+        widened = lambda slot: max(slot.dtype, _target(slot.dtype, wanted), key=lambda dtype: dtype.itemsize)
+        named = {slot.name: names[id(slot.user)] for slot in chosen}
+        for name, value in iter_slots(state.engine, chosen, max_nbytes, widened):
+            yield named[name], value, 0
+            del value
+    for target in targets:
+        if id(target.tensor) not in slots:
+            yield names[id(target.tensor)], target.tensor.detach().clone(), 0
+
+
+# ---- from a checkpoint
+
+
+def _from_checkpoint(path: Path, wanted: torch.dtype | None, trainable_only: bool) -> Export:
+    path = find(path)
+    manifest = read_manifest(path)
+    stored = [t for t in manifest.tensors if t.role == parts.PARAM or (t.role == parts.BUFFER and not trainable_only)]
+    told = _told(manifest)
+    if trainable_only:
+        stored = [tensor for tensor in stored if told.get(tensor.name, {}).get("trains") is True]
+    stored.sort(key=lambda tensor: _natural(tensor.name))
+    planned = [Planned(t.name, _target(_own_dtype(t, told), wanted), t.shape) for t in stored]
+    written = {tensor.name for tensor in stored}
+    aliases = manifest.state.get("aliases")
+    kept = {str(o): str(n) for o, n in aliases.items() if n in written} if isinstance(aliases, dict) else {}
+    mesh = Mesh(rank=0, world=1, device=torch.device("cpu"))
+    return Export(mesh, planned, lambda: _stored_values(path, manifest, stored), kept)
+
+
+def _told(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """What the manifest says of parameters; it is checked before it is believed."""
+    params = manifest.state.get("params")
+    if not isinstance(params, dict):
+        return {}
+    return {name: value for name, value in params.items() if isinstance(value, dict)}
+
+
+def _own_dtype(tensor: Stored, told: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
+    """A parameter's own, of which a checkpoint keeps the wider master."""
+    own = DTYPES.get(str(told.get(tensor.name, {}).get("dtype"))) if tensor.role == parts.PARAM else None
+    stored = DTYPES[tensor.dtype]
+    return own if own is not None and own in _CAST and stored in _CAST else stored
+
+
+def _stored_values(path: Path, manifest: Manifest, tensors: list[Stored]) -> Values:
+    """In ranges, a batch at a time: neighbours lie in the same blocks of a file."""
+    batch: list[Need] = []
+    nbytes = 0
+    for tensor in tensors:
+        numel = torch.Size(tensor.shape).numel()
+        most = _BATCH_NBYTES // DTYPES[tensor.dtype].itemsize
+        for start in range(0, numel, most):
+            count = min(most, numel - start)
+            if batch and nbytes + count * DTYPES[tensor.dtype].itemsize > _BATCH_NBYTES:
+                yield from _read(path, manifest, batch)
+                batch, nbytes = [], 0
+            batch.append(need(tensor, start, count))
+            nbytes += batch[-1].into.nbytes
+    yield from _read(path, manifest, batch)
+
+
+def _read(path: Path, manifest: Manifest, batch: list[Need]) -> Values:
+    read_all(path, manifest, batch)
+    for each in batch:
+        yield each.stored.name, each.into, each.start
+
+
+def _natural(name: str) -> list[Any]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
