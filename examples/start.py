@@ -32,7 +32,8 @@ class Place:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
         else:  # torchrun gives a rank one thread; the cores are there to be used
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // local_world))
         if "RANK" in os.environ and not dist.is_initialized():
             own_gpu = gpus >= local_world
             dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")

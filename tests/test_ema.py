@@ -221,9 +221,7 @@ def check_refusals(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_inside_applied_training_is_refused_and_every_exception_restores_the_weights(ranks, stage):
     backward, step, update, state, write, again, shown = ranks(check_refusals, 2, stage)[0]
-    assert backward == (
-        "backward() was called inside ema.applied(), where the weights are an average; do it outside."
-    )
+    assert backward == ("backward() was called inside ema.applied(), where the weights are an average; do it outside.")
     assert step.startswith("step() was called inside ema.applied()")
     assert update.startswith("ema.update() was called inside ema.applied()")
     assert state == "The state of an average is read outside its applied()."
