@@ -12,6 +12,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Test files that run at a time, each with ranks of its own: they mostly wait for each other, so two fill two cores.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
@@ -24,7 +26,7 @@ train: $(VENV)/installed
 	$(BIN)/python -m zeor.tools.cli train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

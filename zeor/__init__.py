@@ -4,6 +4,7 @@ from zeor import data, optim
 from zeor.api import (
     clip_grad_norm_,
     ema,
+    export,
     full_params,
     init_parameters,
     iter_full,
@@ -21,13 +22,18 @@ from zeor.api import (
     traffic,
     unshard,
 )  # fmt: skip
+from zeor.checkpoint.background import Saving
+from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.preemption import Preempted, preempt
+from zeor.checkpoint.training import load, save
 from zeor.comm.launch import RankError, launch
 from zeor.plan import Plan, Precision
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Plan", "Precision", "RankError", "clip_grad_norm_", "data", "ema", "full_params", "init_parameters", "iter_full",
-    "join", "launch", "load_pretrained", "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict", "report",
-    "shard", "sync_buffers", "total", "traffic", "unshard",
+    "CheckpointError", "Plan", "Precision", "Preempted", "RankError", "Saving", "clip_grad_norm_", "data",
+    "ema", "export", "full_params", "init_parameters", "iter_full", "join", "launch", "load", "load_pretrained",
+    "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict", "preempt", "report", "save", "shard",
+    "sync_buffers", "total", "traffic", "unshard",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from zeor.checkpoint.export import export
 from zeor.checkpoint.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import Mesh, make_mesh
@@ -334,6 +335,7 @@ def report(model: nn.Module) -> dict[str, int]:
 
 
 __all__ = [
-    "clip_grad_norm_", "ema", "full_params", "init_parameters", "iter_full", "join", "load_pretrained", "mean_loss",
-    "no_sync", "on_meta", "penalty", "predict", "report", "shard", "sync_buffers", "total", "traffic", "unshard",
+    "clip_grad_norm_", "ema", "export", "full_params", "init_parameters", "iter_full", "join", "load_pretrained",
+    "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard", "sync_buffers", "total", "traffic",
+    "unshard",
 ]  # fmt: skip

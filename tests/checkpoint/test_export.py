@@ -1,4 +1,4 @@
-"""zeor.export: what it writes is read by others bit for bit, is the inverse of load_pretrained, and is never held whole."""
+"""zeor.export: others read it bit for bit, load_pretrained is its inverse, and nobody holds it whole."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])
     assert stopped.value.code == 0
-    assert "--stage" in capsys.readouterr().out
+    assert f"zeor {command}" in capsys.readouterr().out
 
 
 def test_plan_prints_a_row_per_stage_and_world(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,14 @@ class Contents:
 
     def encode(self, role: str, name: str, value: Any) -> Any:
         """JSON for a value; its large tensors are written under this role."""
-        return plain.encode(value, name, lambda where, tensor: self.add_whole((role, where), tensor))
+
+        def store(where: str, tensor: Tensor) -> str:
+            while (role, where) in self.told:  # {"a/b": ...} beside {"a": {"b": ...}}
+                where += "'"
+            self.add_whole((role, where), tensor)
+            return where
+
+        return plain.encode(value, name, store)
 
     def described(self) -> dict[str, Any]:
         tensors = [

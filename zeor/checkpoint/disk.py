@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _MOST_PARTS = 256  # below every system's IOV_MAX
 
@@ -17,7 +18,7 @@ class Disk:
     def make_folder(self, path: Path) -> None:
         os.makedirs(path, exist_ok=True)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Any) -> int:
         """A new file for writing; an existing one is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint.commit import find, read_manifest
+from zeor.checkpoint.commit import read_manifest
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
@@ -30,6 +30,8 @@ from zeor.checkpoint.modelconfig import config_texts
 from zeor.checkpoint.outfiles import OutFiles, Planned, parse_size
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, need, read_all
+from zeor.checkpoint.store import find
+from zeor.checkpoint.urls import Place, place_of
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.memory import device as devices
@@ -80,7 +82,7 @@ def export(
     if isinstance(source, nn.Module):
         this = _from_model(unwrapped(source), wanted, trainable_only, max_nbytes)
     elif isinstance(source, (str, os.PathLike)):
-        this = _from_checkpoint(Path(source), wanted, trainable_only)
+        this = _from_checkpoint(place_of(source), wanted, trainable_only)
     else:
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
     if not this.planned:
@@ -236,7 +238,7 @@ def _model_values(
 # ---- from a checkpoint
 
 
-def _from_checkpoint(path: Path, wanted: torch.dtype | None, trainable_only: bool) -> Export:
+def _from_checkpoint(path: Place, wanted: torch.dtype | None, trainable_only: bool) -> Export:
     path = find(path)
     manifest = read_manifest(path)
     stored = [t for t in manifest.tensors if t.role == parts.PARAM or (t.role == parts.BUFFER and not trainable_only)]
@@ -267,7 +269,7 @@ def _own_dtype(tensor: Stored, told: Mapping[str, Mapping[str, Any]]) -> torch.d
     return own if own is not None and own in _CAST and stored in _CAST else stored
 
 
-def _stored_values(path: Path, manifest: Manifest, tensors: list[Stored]) -> Values:
+def _stored_values(path: Place, manifest: Manifest, tensors: list[Stored]) -> Values:
     """In ranges, a batch at a time: neighbours lie in the same blocks of a file."""
     batch: list[Need] = []
     nbytes = 0
@@ -280,14 +282,15 @@ def _stored_values(path: Path, manifest: Manifest, tensors: list[Stored]) -> Val
                 yield from _read(path, manifest, batch)
                 batch, nbytes = [], 0
             batch.append(need(tensor, start, count))
-            nbytes += batch[-1].into.nbytes
+            nbytes += batch[-1].nbytes
     yield from _read(path, manifest, batch)
 
 
-def _read(path: Path, manifest: Manifest, batch: list[Need]) -> Values:
+def _read(path: Place, manifest: Manifest, batch: list[Need]) -> Values:
     read_all(path, manifest, batch)
     for each in batch:
         yield each.stored.name, each.into, each.start
+        each.drop()
 
 
 def _natural(name: str) -> list[Any]:

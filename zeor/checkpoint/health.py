@@ -11,15 +11,16 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint.blocks import BlockReader
-from zeor.checkpoint.commit import complete, read_manifest
+from zeor.checkpoint.commit import read_manifest
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import NAME, FileInfo, Manifest
 from zeor.checkpoint.reading import check_header
+from zeor.checkpoint.store import complete
+from zeor.checkpoint.urls import Place, Url
 
 Progress = Callable[[int], None]
 
@@ -28,7 +29,7 @@ Progress = Callable[[int], None]
 class Description:
     """One checkpoint; `problems` are sentences, none where it is sound as far as was looked."""
 
-    path: Path
+    path: Place
     manifest: Manifest | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -37,7 +38,7 @@ class Description:
         return sum(file.nbytes for file in self.manifest.files) if self.manifest else 0
 
 
-def describe(path: Path) -> Description:
+def describe(path: Place) -> Description:
     """The manifest, and whether every file is there in its size and no other is."""
     found = Description(path)
     try:
@@ -54,14 +55,14 @@ def describe(path: Path) -> Description:
     return found
 
 
-def _names(path: Path) -> list[str]:
+def _names(path: Place) -> list[str]:
     try:
-        return sorted(os.listdir(path))
+        return path.names() if isinstance(path, Url) else sorted(os.listdir(path))
     except OSError:
         return []
 
 
-def _size_problem(path: Path, file: FileInfo) -> str:
+def _size_problem(path: Place, file: FileInfo) -> str:
     try:
         found = path.lstat()
     except OSError as error:
@@ -114,7 +115,7 @@ def parameter_counts(manifest: Manifest) -> tuple[int, int, int]:
     return tensors, numel, trains
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
+def checkpoints_of(folder: Place) -> list[Place]:
     """The folder itself where it is a checkpoint, else the complete ones in it, oldest first."""
     if (folder / NAME).is_file():
         return [folder]

@@ -1,31 +1,34 @@
 """load(): a checkpoint of any world, stage and precision into this run; each rank reads what it keeps.
 
-1. Rank 0 finds the checkpoint; every rank reads the manifest, and all agree that it is the same and that it fits.
-2. Every rank reads and verifies what it needs into host memory of its own.
+1. Rank 0 finds the checkpoint; every rank reads the manifest, and all agree that it is the same and that it fits
+   (opening.py). What only other hosts have is fetched from them (fetching.py).
+2. Every rank reads and verifies what it needs into host memory of its own; where that is short, it verifies only,
+   and reads again in step 4, a little at a time.
 3. All ranks agree that nothing was wrong. Until here nothing of the run has changed.
-4. The values go where they belong: through masters, to optimizers, generators, loaders.
+4. The values go where they belong: through masters, to optimizers, loaders, generators.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import plain
-from zeor.checkpoint.commit import find, read_manifest
+from zeor.checkpoint import plain, staging
+from zeor.checkpoint.doubt import Paths, check_rng, check_roles, check_scalar, check_settings
 from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import FileInfo, Manifest, Stored, digest
+from zeor.checkpoint.fetching import Files
+from zeor.checkpoint.opening import Opened, open_checkpoint, together
 from zeor.checkpoint.reading import Need, need, read_all
+from zeor.checkpoint.resuming import go_to, position_of, set_rng
+from zeor.checkpoint.room import is_short
 from zeor.checkpoint.save import Run
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.checkpoint.staging import Staging
+from zeor.checkpoint.urls import Place
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.pieces import Piece
@@ -37,7 +40,7 @@ class Loaded(NamedTuple):
 
     step: int
     extra: dict[str, Any]
-    path: Path
+    path: Place
     world: int
     missing: list[str]
     unexpected: list[str]
@@ -46,32 +49,38 @@ class Loaded(NamedTuple):
 class Load:
     """One load into one run."""
 
-    def __init__(self, run: Run, path: Path, manifest: Manifest, strict: bool):
-        self.run, self.path, self.manifest, self.strict = run, path, manifest, strict
-        self._stored = manifest.by_key()
+    def __init__(self, run: Run, opened: Opened, files: Files, strict: bool):
+        self.run, self.strict, self._files = run, strict, files
+        self.path, self.manifest = opened.path, opened.manifest
+        self._stored = self.manifest.by_key()
         for name in parts.persistent_buffers(run.model):  # a state dict of others does not say what is a buffer
             if (parts.PARAM, name) in self._stored and (parts.BUFFER, name) not in self._stored:
                 self._stored[parts.BUFFER, name] = self._stored.pop((parts.PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        self._all: list[Need] = []
-        self._params: list[tuple[Slot, Segment, Need]] = []
-        self._whole: list[tuple[Tensor, Need]] = []
-        self._pieces: list[list[tuple[Piece, Need | None]]] = []
-        self._averages: list[tuple[str, EMA, list[Piece]]] = []
+        self.staging = Staging(files, self.manifest)
+        self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
+        self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
+        self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
     # ---- step 1: what is needed
 
-    def plan(self, averages: Mapping[str, EMA]) -> None:
+    def plan(self, averages: Mapping[str, EMA], extra: Iterable[str], data: bool) -> None:
+        """`extra`: the names whose objects want to be loaded; `data`: whether a loader does."""
         self._plan_parameters()
         self._plan_buffers()
         self._check_names()
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
-        self.value("extra")
-        self.value("data")
+        saved = self.value("extra") or {}
+        lacking = [key for key in extra if key not in saved]
+        if self.strict and lacking:
+            listed = _listed("extra", lacking)
+            raise CheckpointError(f"{self.path} lacks {listed}; leave it out, or pass strict=False.")
+        if data:
+            self.position()
         if self._same_world:
             self._rng()
 
@@ -80,18 +89,13 @@ class Load:
         rng = self.manifest.state.get("rng")
         return self.manifest.world == self.run.mesh.world and isinstance(rng, list) and len(rng) == self.manifest.world
 
-    def _need(self, stored: Stored, start: int, numel: int) -> Need:
-        made = need(stored, start, numel)
-        self._all.append(made)
-        return made
-
     def _want_whole(self, name: str) -> Tensor:
         """A stored tensor of a plain value; read with everything else, so that what stands here now is empty."""
         for role in (parts.EXTRA, parts.RNG):
             stored = self._stored.get((role, name))
             if stored is not None:
                 if (role, name) not in self._needs:
-                    self._needs[role, name] = self._need(stored, 0, torch.Size(stored.shape).numel())
+                    self._needs[role, name] = need(stored, 0, torch.Size(stored.shape).numel())
                 return self._needs[role, name].into.view(stored.shape)
         raise CheckpointError(f"{self.path}: the manifest speaks of {str(name)[:80]!r}, a tensor it does not hold.")
 
@@ -115,7 +119,8 @@ class Load:
                 )
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
-                    self._params.append((slot, segment, self._need(stored, segment.start, segment.numel)))
+                    take = functools.partial(self._put_parameter, slot, segment)
+                    self.staging.add(need(stored, segment.start, segment.numel), take)
         for name, param in self.run.plain_params.items():
             known.add(name)
             self._plan_whole(parts.PARAM, name, param)
@@ -137,7 +142,8 @@ class Load:
                 f"{self.path} holds {name!r} in shape {stored.shape}; the model has {tuple(tensor.shape)}."
             )
         else:
-            self._whole.append((tensor, self._need(stored, 0, tensor.numel())))
+            take = functools.partial(_copy, tensor)
+            self.staging.add(need(stored, 0, tensor.numel()), take)
 
     def _check_names(self) -> None:
         if self.strict and (self.missing or self.unexpected):
@@ -157,7 +163,12 @@ class Load:
             )
         for number, stepper in enumerate(self.run.steppers):
             self._check_groups(number, stepper, saved[number])
-            self._pieces.append(list(self._plan_optimizer(number, stepper, saved[number])))
+            self._pieces[number] = []
+            self._plan_optimizer(number, stepper, saved[number])
+            groups = [plain.decode(group["settings"], self._want_whole) for group in saved[number]["groups"]]
+            for group, settings in zip(stepper.optimizer.param_groups, groups):
+                check_settings(str(self.path), group, settings)
+            self._settings.append(groups)
 
     def _check_groups(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         theirs = [set(group["params"]) for group in saved["groups"]]
@@ -168,79 +179,110 @@ class Load:
                 f"the {type(stepper.optimizer).__name__} given; make it with the same groups, or pass strict=False."
             )
 
-    def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> Any:
+    def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""
+        pieces = self._pieces[number]
+        check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
         for group in stepper.optimizer.param_groups:
             for param in group["params"]:
                 slot = stepper.segments.slots[id(param)]
                 name = self.run.names[id(slot.user)]
                 if stepper.segments.of(param) is None:
                     continue
-                where = stepper.segments.at(param)
+                where, paths = stepper.segments.at(param), Paths(str(self.path))
                 for role, key in saved["keys"].items():
                     stored = self._stored.get((role, name))
                     if stored is None:
                         continue
+                    path = paths.take(key)
+                    if role != parts.role_of(number, path):
+                        raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
                     if stored.shape == slot.shape:
-                        each = self._need(stored, where.start, where.numel)
-                        yield Piece(slot.name, tuple(key), where.start, each.into), each
+                        each, begin = need(stored, where.start, where.numel), where.start
                     else:
-                        each = self._need(stored, 0, torch.Size(stored.shape).numel())
-                        yield Piece(slot.name, tuple(key), None, each.into.view(stored.shape)), each
+                        each, begin = need(stored, 0, torch.Size(stored.shape).numel()), None
+                    self.staging.add_piece(each, pieces, slot.name, path, begin)
                 for key, value in saved["scalars"].get(name, ()):
-                    yield Piece(slot.name, tuple(key), None, plain.decode(value, self._want_whole)), None
+                    value = check_scalar(str(self.path), plain.decode(value, self._want_whole))
+                    pieces.append(Piece(slot.name, paths.take(key), None, value))
 
     def _plan_average(self, key: str, average: EMA) -> None:
         slots = {slot.name: slot for slot in self.run.engine.slots}
-        pieces = []
+        pieces: list[Piece] = []
         for mine in average.pieces():
             name = self.run.names[id(slots[mine.name].user)]
             stored = self._stored.get((f"ema.{key}", name))
             if stored is None or mine.begin is None:
                 raise CheckpointError(f"{self.path} has no average {key!r} of {name!r}; leave it out of extra=.")
-            each = self._need(stored, mine.begin, mine.value.numel())
-            pieces.append(Piece(mine.name, mine.key, mine.begin, each.into))
-        self._averages.append((key, average, pieces))
+            each = need(stored, mine.begin, mine.value.numel())
+            self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
+        self._averages.append((int(self.value("extra")[key]["updates"]), average, pieces))
+
+    @property
+    def needs(self) -> list[Need]:
+        """All that will be read."""
+        return [*self._needs.values(), *self.staging.needs]
 
     # ---- step 2
 
-    def read(self) -> int:
-        return read_all(self.path, self.manifest, self._all)
+    def read(self, verify_only: bool) -> None:
+        read_all(self._files, self.manifest, list(self._needs.values()))
+        self.staging.read(drop=verify_only)
+        if self._same_world:
+            check_rng(str(self.path), self._rng(), self.run.mesh.device)
 
     # ---- step 4
 
+    def fill(self) -> None:
+        """This rank's part of everything; no rank waits for another in here."""
+        self.run.engine.drain()
+        for stepper in self.run.steppers:
+            stepper.optimizer.state.clear()
+        self.staging.fill(after_batch=self._put_pieces)
+        self._put_pieces()
+
+    def _put_parameter(self, slot: Slot, segment: Segment, values: Tensor) -> None:
+        slot.lane.store_part(segment.offset, values)
+        self.run.engine.unfilled.slots.pop(slot, None)
+
+    def _put_pieces(self) -> None:
+        for number, pieces in self._pieces.items():
+            if pieces:
+                self.run.steppers[number].put(pieces, adopt=True)  # just read, and nobody else's
+            pieces.clear()
+        for updates, average, pieces in self._averages:
+            average.put(pieces, updates)
+            pieces.clear()
+
     @torch.no_grad()
-    def apply(self) -> None:
+    def publish(self) -> None:
+        """What was filled in, to the other ranks where they read it; then the optimizers' settings."""
         engine = self.run.engine
-        engine.drain()
-        for slot, segment, each in self._params:
-            slot.lane.store_part(segment.offset, each.into)
-            engine.unfilled.slots.pop(slot, None)
         for unit in engine.units:
             for lane in unit.lanes:
                 if engine.mesh.world > 1 and not lane.frees and not lane.updates_whole:
                     lane.start_gather(f"gather of unit {unit.name!r} after loading")
                     lane.wait()
         torch.autograd.graph.increment_version([slot.full for slot in engine.slots])
-        for tensor, each in self._whole:
-            tensor.copy_(each.into.view(tensor.shape))
-        for number, stepper in enumerate(self.run.steppers):
-            self._apply_optimizer(stepper, self.manifest.state["optimizers"][number], self._pieces[number])
-        for key, average, pieces in self._averages:
-            average.put(pieces, int(self.value("extra")[key]["updates"]))
+        for stepper, settings in zip(self.run.steppers, self._settings):
+            self._set_groups(stepper, settings)
 
-    def _apply_optimizer(self, stepper: Any, saved: dict[str, Any], pieces: list[tuple[Piece, Need | None]]) -> None:
-        stepper.optimizer.state.clear()
-        stepper.put(piece for piece, _ in pieces)
-        for group, old in zip(stepper.optimizer.param_groups, saved["groups"]):
-            for key, value in plain.decode(old["settings"], self._want_whole).items():
+    def _set_groups(self, stepper: Any, settings: list[dict[str, Any]]) -> None:
+        for group, old in zip(stepper.optimizer.param_groups, settings):
+            for key, value in old.items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, (Tensor, float, int)):
-                    group[key].copy_(torch.as_tensor(value))  # whoever holds it, a scheduler say, sees the new value
+                    # Whoever holds it, a scheduler say, sees the new value.
+                    group[key].copy_(torch.as_tensor(value).view(group[key].shape))
                 else:
                     group[key] = value
 
     def value(self, name: str) -> Any:
         return plain.decode(self.manifest.state.get(name), self._want_whole)
+
+    def position(self) -> Any:
+        """Of this rank's loader."""
+        saved = position_of(self.path, self.manifest.state.get("data"), self.run.mesh, self.strict)
+        return plain.decode(saved, self._want_whole)
 
     def _rng(self) -> Any:
         return plain.decode(self.manifest.state["rng"][self.run.mesh.rank], self._want_whole)
@@ -250,98 +292,48 @@ class Load:
             set_rng(self._rng(), self.run.mesh.device)
 
 
-def open_checkpoint(mesh: Mesh, folder: Path) -> tuple[Path, Manifest]:
-    """Rank 0's choice of checkpoint; its manifest, the same on every rank."""
-    problem, place = "", ""
-    if mesh.rank == 0:
-        try:
-            place = str(find(folder))
-        except CheckpointError as error:
-            problem = str(error)
-    answers = exchange(mesh, [problem, place], "choice of a checkpoint")
-    if answers[0][0]:
-        raise CheckpointError(answers[0][0])
-    path = Path(answers[0][1])
-    manifest = together(mesh, lambda: _whole_manifest(path), "exchange about a checkpoint's manifest")
-    hashes = exchange(mesh, digest(manifest.to_bytes()), "comparison of manifests")
-    if len(set(hashes)) > 1:
-        raise CheckpointError(f"{path} is not the same checkpoint on every rank; load from a folder all ranks share.")
-    return path, manifest
-
-
-def _whole_manifest(path: Path) -> Manifest:
-    """A manifest all of whose files are there, as long as it says: nothing is allocated for one that lies."""
-    manifest = read_manifest(path)
-    for file in manifest.files:
-        try:
-            found = (path / file.name).stat().st_size
-        except OSError as error:
-            lost = _held(manifest, file)
-            raise CheckpointError(f"{path / file.name} cannot be read: {error.strerror}.{lost}") from error
-        if found != file.nbytes:
-            raise CheckpointError(f"{path / file.name} has {found} bytes; its manifest says {file.nbytes}.")
-    return manifest
-
-
-def _held(manifest: Manifest, file: FileInfo) -> str:
-    """Which parameters a lost file takes with it."""
-    number = manifest.files.index(file)
-    names = [t.name for t in manifest.tensors if t.role == parts.PARAM and any(p.file == number for p in t.pieces)]
-    return f" It holds parts of {_listed('parameters', names)}." if names else ""
-
-
-def together(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
-    """What every rank does; where it fails on any, all raise the first failure."""
-    result, problem = None, ""
-    try:
-        result = do()
-    except CheckpointError as error:
-        problem = str(error)
-    everyone = exchange(mesh, problem, label)
-    for rank, text in enumerate(everyone):
-        if text:
-            raise CheckpointError(text if all(everyone) else f"On rank {rank}: {text}")
-    return result
-
-
-def load(run: Run, folder: Path, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
+def load(run: Run, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
     """The steps at the top of this file."""
-    mesh = run.mesh
-    path, manifest = open_checkpoint(mesh, folder)
-    this = Load(run, path, manifest, strict)
+    opened = open_checkpoint(run.mesh, folder)
+    with Files(run.mesh, opened) as files:
+        return _load(Load(run, opened, files, strict), files, extra, data)
+
+
+def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) -> Loaded:
+    mesh, path, manifest = this.run.mesh, this.path, this.manifest
     averages = {key: value for key, value in (extra or {}).items() if isinstance(value, EMA)}
-    together(mesh, lambda: _guarded(lambda: this.plan(averages), path), "exchange about whether a checkpoint fits")
-    together(mesh, lambda: _guarded(this.read, path), "exchange about the reading of a checkpoint")
-    this.apply()
-    this.restore_rng()
+    others = {k: v for k, v in (extra or {}).items() if k not in averages and hasattr(v, "load_state_dict")}
+    plan = functools.partial(this.plan, averages, others, data is not None)
+    together(mesh, lambda: _guarded(plan, path), "exchange about whether a checkpoint fits")
+    files.fetch(this.needs)
+    tight = is_short(mesh, this.staging.nbytes, staging.STAGED_SHARE)
+    read = functools.partial(this.read, tight)
+    together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
+    together(mesh, lambda: _guarded(this.fill, path), "exchange about the filling in of a checkpoint")
+    this.publish()
     found = this.value("extra") or {}
-    for key, value in (extra or {}).items():
-        if hasattr(value, "load_state_dict") and key in found and key not in averages:
+    for key, value in others.items():
+        if key in found:
             value.load_state_dict(found[key])
-    positions = this.value("data") or []
-    if data is not None and positions and positions[mesh.rank % len(positions)] is not None:
-        data.load_state_dict(positions[mesh.rank % len(positions)])
+    position = this.position() if data is not None else None
+    if position is not None:
+        go_to(data, position)
+    this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
 
 
-def _guarded(do: Callable[[], Any], path: Path) -> Any:
+def _copy(tensor: Tensor, values: Tensor) -> None:
+    tensor.copy_(values.view(tensor.shape))
+
+
+def _guarded(do: Callable[[], Any], path: Place) -> Any:
     """A manifest that is consistent in itself may still say nonsense of optimizers: that is its fault, not ours."""
     try:
         return do()
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} holds malformed values ({type(error).__name__}: {error}).") from error
-
-
-def set_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys.tolist()), gauss))
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    if device.type != "cpu" and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
 def _listed(what: str, names: list[str]) -> str:

@@ -33,28 +33,35 @@ DTYPES = {
 }  # fmt: skip
 _TAGS = ("$float", "$tuple", "$pairs", "$tensor", "$stored")
 _MOST_DEPTH = 64
+_MOST_BITS = 4096  # of an integer; beyond about three times that Python reads none from text
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def encode(value: Any, where: str, store: Callable[[str, Tensor], None] | None = None) -> Any:
-    """JSON for a value; `store(name, tensor)` takes tensors too large to be written out. `where` names the value."""
+def encode(value: Any, where: str, store: Callable[[str, Tensor], str] | None = None, depth: int = 0) -> Any:
+    """JSON for a value; `store(name, tensor)` takes tensors too large to be written out, and says under which name.
+    `where` names the value."""
+    if depth >= _MOST_DEPTH:
+        raise CheckpointError(f"{where[:80]} is nested too deep for a checkpoint, or holds itself.")
     if isinstance(value, Tensor):
         return _encode_tensor(value, where, store)
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(f"{where} is an integer of {value.bit_length()} bits, which a checkpoint cannot hold.")
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]", store) for i, item in enumerate(value)]
+        return [encode(item, f"{where}[{i}]", store, depth + 1) for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"$tuple": [encode(item, f"{where}[{i}]", store) for i, item in enumerate(value)]}
+        return {"$tuple": [encode(item, f"{where}[{i}]", store, depth + 1) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key not in _TAGS for key in value):
-            return {key: encode(item, f"{where}/{key}", store) for key, item in value.items()}
-        pairs = [[encode(k, where, None), encode(v, f"{where}/{k}", store)] for k, v in value.items()]
+            return {key: encode(item, f"{where}/{key}", store, depth + 1) for key, item in value.items()}
+        below = depth + 1
+        pairs = [[encode(k, where, None, below), encode(v, f"{where}/{k}", store, below)] for k, v in value.items()]
         return {"$pairs": pairs}
     if isinstance(value, int):  # bool and int proper are done: an enum, say
         return int(value)
@@ -64,14 +71,13 @@ def encode(value: Any, where: str, store: Callable[[str, Tensor], None] | None =
     )
 
 
-def _encode_tensor(value: Tensor, where: str, store: Callable[[str, Tensor], None] | None) -> Any:
+def _encode_tensor(value: Tensor, where: str, store: Callable[[str, Tensor], str] | None) -> Any:
     name = dtype_name(value.dtype)
     if name not in DTYPES or value.layout is not torch.strided:
         raise CheckpointError(f"{where} is a tensor of {value.dtype}, {value.layout}, which a checkpoint cannot hold.")
     value = value.detach()
-    if value.numel() > SMALL_NUMEL and store is not None:
-        store(where, value)
-        return {"$stored": where}
+    if (value.numel() > SMALL_NUMEL or value.is_complex()) and store is not None:
+        return {"$stored": store(where, value)}
     listed = value.to("cpu", torch.float64) if value.is_floating_point() else value.cpu()
     values = [encode(item, where) for item in listed.reshape(-1).tolist()] if not value.is_complex() else None
     if values is None:

@@ -10,30 +10,54 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeor.checkpoint.blocks import BlockReader
 from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored
+from zeor.checkpoint.manifest import MOST_MANIFEST_NBYTES, FileInfo, Manifest, Piece, Stored
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.tensorfile import Entry, parse_header
+from zeor.checkpoint.urls import Place
 from zeor.layout.boxes import Box, boxes_of_range, intersection, start_of
+
+Wanted = tuple[Stored, Piece, Box, Tensor]  # a box of a piece, and the memory it goes to
+
+
+class Folder(Protocol):
+    """What gives a checkpoint's files by name."""
+
+    def __truediv__(self, name: str, /) -> Place: ...
 
 
 @dataclass
 class Need:
-    """Elements [start, start + into.numel()) of a stored tensor, flattened, into host memory of its dtype."""
+    """Elements [start, start + numel) of a stored tensor, flattened, into host memory of its dtype, which is there
+    from the first look at it until it is dropped."""
 
     stored: Stored
     start: int
-    into: Tensor
+    numel: int
+    _into: Tensor | None = None
+
+    @property
+    def into(self) -> Tensor:
+        if self._into is None:
+            self._into = torch.empty(self.numel, dtype=DTYPES[self.stored.dtype])
+        return self._into
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[self.stored.dtype].itemsize
+
+    def drop(self) -> None:
+        self._into = None
 
 
 def need(stored: Stored, start: int, numel: int) -> Need:
-    return Need(stored, start, torch.empty(numel, dtype=DTYPES[stored.dtype]))
+    return Need(stored, start, numel)
 
 
 @dataclass
@@ -46,13 +70,30 @@ class _Read:
     box: Box
     into: Tensor
 
+    @property
+    def _is_one_run(self) -> bool:
+        return self.end - self.begin == self.into.nbytes and self.into.is_contiguous()
 
-def read_all(folder: Path, manifest: Manifest, needs: Sequence[Need]) -> int:
+    def span(self) -> Tensor:
+        """Memory for the bytes: the place they go to, or one of its own where other rows lie between."""
+        if self._is_one_run:
+            return self.into.view(-1).view(torch.uint8)
+        return torch.empty(self.end - self.begin, dtype=torch.uint8)
+
+    def take(self, span: Tensor) -> None:
+        """What was read, cut out of its span where that is not the place itself."""
+        if self._is_one_run:
+            return
+        shape = self.piece.box.length
+        strides = [1] * len(shape)
+        for dim in range(len(shape) - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * shape[dim + 1]
+        self.into.copy_(span.view(self.into.dtype).as_strided(self.box.length, strides))
+
+
+def read_all(folder: Folder, manifest: Manifest, needs: Sequence[Need]) -> int:
     """Fill every need. Returns the bytes read; CheckpointError, naming a file, where anything is wrong."""
-    wanted: dict[int, list[tuple[Stored, Piece, Box, Tensor]]] = defaultdict(list)
-    for each in needs:
-        for piece, box, into in _cover(each):
-            wanted[piece.file].append((each.stored, piece, box, into))
+    wanted = wanted_by_file(needs)
     total = 0
     for file in sorted(wanted):
         info = manifest.files[file]
@@ -60,10 +101,25 @@ def read_all(folder: Path, manifest: Manifest, needs: Sequence[Need]) -> int:
     return total
 
 
+def wanted_by_file(needs: Sequence[Need]) -> dict[int, list[Wanted]]:
+    """The pieces that needs are made of, by the number of the file."""
+    wanted: dict[int, list[Wanted]] = defaultdict(list)
+    for each in needs:
+        for piece, box, into in _cover(each):
+            wanted[piece.file].append((each.stored, piece, box, into))
+    return wanted
+
+
+def spans(path: Place, info: FileInfo, block_nbytes: int, wanted: Sequence[Wanted]) -> list[tuple[int, int]]:
+    """The bytes of a file that hold what is wanted of it; its header is read for that."""
+    entries, _ = _verified_header(path, info, block_nbytes)
+    return [(read.begin, read.end) for read in (_place(path, entries, *item) for item in wanted)]
+
+
 def _cover(each: Need) -> Iterator[tuple[Piece, Box, Tensor]]:
     """The pieces a need is made of: (piece, the box taken of it, where that goes)."""
     stored, at = each.stored, 0
-    for target in boxes_of_range(stored.shape, each.start, each.start + each.into.numel()):
+    for target in boxes_of_range(stored.shape, each.start, each.start + each.numel):
         room = each.into[at : at + target.numel].view(target.length)
         at += target.numel
         for piece in stored.pieces:
@@ -73,21 +129,24 @@ def _cover(each: Need) -> Iterator[tuple[Piece, Box, Tensor]]:
 
 
 def _read_file(
-    path: Path, info: FileInfo, block_nbytes: int, wanted: list[tuple[Stored, Piece, Box, Tensor]]
+    path: Place, info: FileInfo, block_nbytes: int, wanted: list[Wanted]
 ) -> int:
     entries, header_nbytes = _verified_header(path, info, block_nbytes)
-    reads = sorted((_place(path, entries, *item) for item in wanted), key=lambda read: (read.begin, read.end))
-    with BlockReader(path, info, block_nbytes, [(read.begin, read.end) for read in reads]) as reader:
-        for read in reads:
-            _fill(reader, read)
-        return header_nbytes + reader.read_nbytes
+    reads = [_place(path, entries, *item) for item in wanted]
+    spans = [read.span() for read in reads]
+    with BlockReader(path, info, block_nbytes, []) as reader:
+        reader.fill([(read.begin, read.end, _bytes_of(span)) for read, span in zip(reads, spans)])
+        read_nbytes = header_nbytes + reader.read_nbytes
+    for read, span in zip(reads, spans):
+        read.take(span)
+    return read_nbytes
 
 
-def _verified_header(path: Path, info: FileInfo, block_nbytes: int) -> tuple[dict[str, Entry], int]:
+def _verified_header(path: Place, info: FileInfo, block_nbytes: int) -> tuple[dict[str, Entry], int]:
     with BlockReader(path, info, block_nbytes, [(0, 8)]) as reader:
         length = int.from_bytes(reader.bytes(0, 8), "little")
-    if length > info.nbytes - 8:
-        raise CheckpointError(f"{path} is damaged: its header is longer than the file.")
+    if length > min(info.nbytes - 8, MOST_MANIFEST_NBYTES):
+        raise CheckpointError(f"{path} is damaged: its header of {length} bytes is longer than it may be.")
     with BlockReader(path, info, block_nbytes, [(8, 8 + length)]) as reader:
         text = bytes(reader.bytes(8, 8 + length))
         read_nbytes = reader.read_nbytes
@@ -97,14 +156,14 @@ def _verified_header(path: Path, info: FileInfo, block_nbytes: int) -> tuple[dic
         raise CheckpointError(str(error)) from error
 
 
-def _entry_of(path: Path, entries: dict[str, Entry], stored: Stored, piece: Piece) -> Entry:
+def _entry_of(path: Place, entries: dict[str, Entry], stored: Stored, piece: Piece) -> Entry:
     entry = entries.get(stored.key(piece.box))
     if entry is None or entry.dtype != DTYPES[stored.dtype] or entry.shape != piece.box.length:
         raise CheckpointError(f"{path} lacks the piece of {stored.role} {stored.name!r} that the manifest lists.")
     return entry
 
 
-def check_header(folder: Path, manifest: Manifest, number: int) -> None:
+def check_header(folder: Place, manifest: Manifest, number: int) -> None:
     """That a file holds every piece the manifest lists of it; CheckpointError, naming it, where not."""
     info = manifest.files[number]
     path = folder / info.name
@@ -115,7 +174,7 @@ def check_header(folder: Path, manifest: Manifest, number: int) -> None:
                 _entry_of(path, entries, stored, piece)
 
 
-def _place(path: Path, entries: dict[str, Entry], stored: Stored, piece: Piece, box: Box, into: Tensor) -> _Read:
+def _place(path: Place, entries: dict[str, Entry], stored: Stored, piece: Piece, box: Box, into: Tensor) -> _Read:
     """Where a box of a piece lies in its file: from its first byte to its last."""
     entry = _entry_of(path, entries, stored, piece)
     inner = box.relative_to(piece.box)
@@ -126,18 +185,5 @@ def _place(path: Path, entries: dict[str, Entry], stored: Stored, piece: Piece, 
     return _Read(begin, entry.begin + (last_element + 1) * itemsize, piece, inner, into)
 
 
-def _fill(reader: BlockReader, read: _Read) -> None:
-    itemsize = read.into.element_size()
-    if read.end - read.begin == read.box.numel * itemsize and read.into.is_contiguous():
-        raw, done = read.into.view(-1).view(torch.uint8), 0
-        for part in reader.parts(read.begin, read.end):
-            raw[done : done + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
-            done += len(part)
-        return
-    # Rows with others between them: the span is read, and the box cut out of it.
-    span = torch.frombuffer(reader.bytes(read.begin, read.end), dtype=torch.uint8).clone().view(read.into.dtype)
-    shape = read.piece.box.length
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    read.into.copy_(span.as_strided(read.box.length, strides))
+def _bytes_of(host: Tensor) -> memoryview:
+    return memoryview(host.numpy())  # type: ignore[arg-type]

@@ -1,27 +1,29 @@
 """save(): every rank writes its part, then one rename makes all of it a checkpoint, or none.
 
-1. Rank 0 makes a hidden folder.        2. Every rank writes and syncs a file of its pieces.
-3. All ranks tell what they wrote, or what went wrong.
-4. Rank 0 writes the manifest and commits (commit.py).      5. All ranks hear how it ended.
+1. Rank 0 makes a hidden folder; where there is no shared disk, a rank of every host does (hosts.py).
+2. Every rank writes and syncs a file of its pieces.        3. All ranks tell what they wrote, or what went wrong.
+4. Those ranks write the manifest and commit (commit.py).   5. All ranks hear how it ended.
 A failure anywhere raises the same CheckpointError on every rank, and nothing of it stays visible.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint.commit import Attempt, clean
+from zeor.checkpoint import hosts
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.disk import DISK, Disk
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored
+from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored, parse
+from zeor.checkpoint.store import clean, disk_of
+from zeor.checkpoint.urls import Place
 from zeor.checkpoint.writer import write_file
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
@@ -40,6 +42,13 @@ class Run:
         # Beside a drop-in optimizer a model may have parameters that nobody shards.
         sharded = {id(slot.user) for slot in engine.slots}
         self.plain_params = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
+
+    def apart(self, control: Any) -> Run:
+        """The same ranks on another control group: what `write` needs in a thread of its own, and no model."""
+        other = copy.copy(self)
+        other.mesh = dataclasses.replace(self.mesh, control=control)
+        del other.model, other.engine, other.steppers, other.plain_params
+        return other
 
 
 def collect(run: Run, extra: Mapping[str, Any] | None, data: Any) -> Contents:
@@ -66,79 +75,82 @@ def collect(run: Run, extra: Mapping[str, Any] | None, data: Any) -> Contents:
             plain_extra[key] = parts.state_of_object(value, f"extra[{key!r}]")
     if rank == 0:
         found.values["extra"] = found.encode(parts.EXTRA, "extra", plain_extra)
+        found.values["model"] = _model(run)
     return found
+
+
+def _model(run: Run) -> dict[str, Any]:
+    """What rank 0 says of the model; taken when the save is called, for the model may change while it is written."""
+    params = {
+        run.names[id(slot.user)]: {"dtype": str(slot.dtype).removeprefix("torch."), "trains": slot.user.requires_grad}
+        for slot in run.engine.slots
+    }
+    software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.engine.plan.stage}
+    return {"params": params, "aliases": run.aliases, "software": software}
 
 
 def write(
     run: Run,
     found: Contents,
-    folder: Path,
+    folder: Place,
     step: int,
     keep: int | None,
     disk: Disk = DISK,
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> Path:
+) -> Place:
     """The steps at the top of this file. Returns where the checkpoint is."""
-    mesh = run.mesh
+    mesh, disk = run.mesh, disk_of(folder, disk)
     # 1.
-    attempt: Attempt | None = None
-    problem, place = "", ""
-    if mesh.rank == 0:
-        try:
-            attempt = Attempt(disk, folder, step)
-            attempt.begin()
-            place = str(attempt.writing)
-        except OSError as error:
-            problem = _words(error, folder)
-    answers = exchange(mesh, [problem, place], "making of a checkpoint's folder")
-    if answers[0][0]:
-        raise CheckpointError(answers[0][0])
-    writing = Path(answers[0][1])
+    site = hosts.begin(mesh, disk, folder, step)
+    try:
+        final = _write(run, found, disk, site, progress)
+    except BaseException:
+        if site.attempt is not None:
+            site.attempt.abandon()
+        raise
+    if site.attempt is not None:
+        _clean(disk, site.folder, keep, final)
+    return final
+
+
+def _write(
+    run: Run, found: Contents, disk: Disk, site: hosts.Site, progress: Callable[[int], None]
+) -> Place:
+    """Steps 2 to 5."""
+    mesh, problem = run.mesh, ""
     # 2.
     name = f"rank-{mesh.rank:05d}.safetensors"
     info: FileInfo | None = None
     try:
         if found.sources:
-            info = write_file(disk, writing / name, found.sources, progress)
-    except OSError as error:
-        problem = _words(error, writing / name)
+            info = write_file(disk, site.writing / name, found.sources, progress)
+    except Exception as error:  # also what reading a device may raise: the other ranks wait to hear of it
+        problem = hosts.words(error, site.writing / name)
     # 3.
     told = {"problem": problem, "file": vars(info) if info else None, **found.described()}
     everyone = exchange(mesh, told, "exchange about the files of a checkpoint")
     problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
-    # 4.
-    if attempt is not None and not problem:
-        try:
-            attempt.commit(_manifest(run, step, everyone).to_bytes())
-        except OSError as error:
-            problem = _words(error, attempt.writing)
-    if attempt is not None and problem:
-        attempt.abandon()
-    # 5.
-    ends = exchange(mesh, [problem, str(attempt.final) if attempt else ""], "end of a checkpoint")
-    if ends[0][0]:
-        raise CheckpointError(ends[0][0])
-    if attempt is not None:
-        _clean(disk, folder, keep)
-    return Path(ends[0][1])
+    # 4. and 5.
+    return hosts.commit(mesh, site, lambda: _checked(_manifest(run, site, everyone)), problem)
 
 
-def _clean(disk: Disk, folder: Path, keep: int | None) -> None:
+def _checked(manifest: Manifest) -> bytes:
+    """Its bytes, believed no more than a reader will: what could not be loaded is not committed."""
+    data = manifest.to_bytes()
+    parse(data, "its manifest")
+    return data
+
+
+def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
     """The new checkpoint is safe; that an old one could not be deleted is no reason to stop training."""
     try:
-        clean(disk, folder, keep)
+        clean(disk, folder, keep, new)
     except OSError as error:
         parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
-def _words(error: OSError, path: Path) -> str:
-    return (
-        f"The checkpoint could not be written to {path}: {error.strerror or error}. Nothing of it is visible; earlier "
-        "checkpoints are as they were."
-    )
-
-
-def _manifest(run: Run, step: int, everyone: list[dict[str, Any]]) -> Manifest:
+def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]]) -> Manifest:
+    assert site.attempt is not None
     files: list[FileInfo] = []
     index: dict[int, int] = {}
     for rank, told in enumerate(everyone):
@@ -151,15 +163,14 @@ def _manifest(run: Run, step: int, everyone: list[dict[str, Any]]) -> Manifest:
             tensor = stored.setdefault((role, name), Stored(role, name, tuple(shape), dtype, []))
             assert (tensor.shape, tensor.dtype) == (tuple(shape), dtype), (role, name)
             tensor.pieces.extend(Piece(index[rank], Box(tuple(begin), tuple(length))) for begin, length in boxes)
-    return Manifest(step, run.mesh.world, files, list(stored.values()), _state(run, [t["values"] for t in everyone]))
+    state = _state([told["values"] for told in everyone])
+    if site.apart:
+        state["hosts"] = site.leads
+    return Manifest(site.attempt.step, run.mesh.world, files, list(stored.values()), state)
 
 
-def _state(run: Run, values: list[dict[str, Any]]) -> dict[str, Any]:
+def _state(values: list[dict[str, Any]]) -> dict[str, Any]:
     """The plain values of all ranks, put together."""
-    params = {
-        run.names[id(slot.user)]: {"dtype": str(slot.dtype).removeprefix("torch."), "trains": slot.user.requires_grad}
-        for slot in run.engine.slots
-    }
     optimizers = []
     for number, first in enumerate(values[0].get("optimizers", [])):
         merged = {**first, "keys": {}, "scalars": {}}
@@ -168,11 +179,9 @@ def _state(run: Run, values: list[dict[str, Any]]) -> dict[str, Any]:
             merged["scalars"].update(rank["optimizers"][number]["scalars"])
         optimizers.append(merged)
     return {
-        "params": params,
-        "aliases": run.aliases,
+        **values[0]["model"],
         "optimizers": optimizers,
         "rng": [rank.get("rng") for rank in values],
         "data": [rank.get("data") for rank in values],
         "extra": values[0].get("extra", {}),
-        "software": {"torch": torch.__version__, "python": platform.python_version(), "stage": run.engine.plan.stage},
     }

@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return parse_header(path, text, file_nbytes)
 
 
-def parse_header(path: Path, text: bytes, file_nbytes: int) -> dict[str, Entry]:
+def parse_header(path: Any, text: bytes, file_nbytes: int) -> dict[str, Entry]:
     """The same for the JSON text of a header."""
     try:
         header = json.loads(text.decode())
@@ -77,7 +77,8 @@ def parse_header(path: Path, text: bytes, file_nbytes: int) -> dict[str, Entry]:
 def _entry(path: Path, name: str, value: Any, data_begin: int) -> Entry:
     try:
         kind, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        whole = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        whole = isinstance(kind, str) and isinstance(shape, list)
+        whole = whole and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole:

@@ -7,17 +7,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zeor.checkpoint import load as loading
-from zeor.checkpoint import save as saving
+from zeor.checkpoint.background import Saving, Target, saver_of
 from zeor.checkpoint.load import Loaded
 from zeor.checkpoint.save import Run
+from zeor.checkpoint.urls import Place, place_of
 from zeor.runtime.sharded import ATTRIBUTE
+
+
+@overload
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    data: Any = None,
+    keep: int | None = 3,
+    asynchronous: Literal[False] = False,
+    busy: str = "wait",
+) -> Place: ...
+
+
+@overload
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    data: Any = None,
+    keep: int | None = 3,
+    asynchronous: Literal[True],
+    busy: str = "wait",
+) -> Saving: ...
 
 
 def save(
@@ -29,24 +59,39 @@ def save(
     extra: Mapping[str, Any] | None = None,
     data: Any = None,
     keep: int | None = 3,
-) -> Path:
+    asynchronous: bool = False,
+    busy: str = "wait",
+) -> Place | Saving:
     """Write a checkpoint of a sharded run into `folder`; every rank calls it. Returns where it is.
 
-    It appears as `folder/step-...` at once and whole, or not at all: a rank that dies, a full disk or a lost mount
-    leaves what was there before, and raises zeor.CheckpointError on every other rank. No pickle is written.
+    It appears as `folder/step-...` at once and whole, or not at all. A full disk or a lost mount leaves what was there
+    before, and raises zeor.CheckpointError on every rank: training may go on. Where a rank dies nothing is lost either:
+    the others raise the RuntimeError that names it. No pickle is written.
 
+    folder  a path that ranks share or, where they do not, that each host has: it then keeps the files of its own ranks.
+            Or a URL that fsspec knows ("s3://bucket/run"; ranks share it).
     step    of the run; the latest checkpoint of a folder is the one with the largest.
     extra   numbers, strings, lists, dicts, tensors, or objects with a state_dict() (schedulers, scalers, zeor.ema):
             rank 0's.
     data    a loader with a state_dict(): each rank's position.
     keep    how many checkpoints stay in the folder; None: all.
+
+    asynchronous=True returns a zeor.Saving (`.wait()` gives the path, `.done`) as soon as this rank's part is copied to
+    the host; the values are those at the call, and a thread writes them while training goes on. An error is raised by
+    wait() or the next save, and logged at exit, where the last save is waited for (wait() before you destroy the
+    process group). busy: what a save does while the one before is under way, "wait" for it or "raise". Where host
+    memory is too short for the copy, the checkpoint is written at once, with a warning.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"zeor.save(step={step!r}): give the number of steps taken, 0 or more.")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"zeor.save(keep={keep!r}): give how many checkpoints stay, at least 1, or None for all.")
+    if busy not in ("wait", "raise"):
+        raise ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'.")
     run = run_of(model, optimizer)
-    return saving.write(run, saving.collect(run, extra, data), Path(folder), step, keep)
+    content = {"extra": extra, "data": data}
+    target = Target(place_of(folder), step, keep)
+    return saver_of(run).save(run, content, target, later=asynchronous, refuse=busy == "raise")
 
 
 def load(
@@ -65,7 +110,9 @@ def load(
     verified before anything changes; what is wrong raises zeor.CheckpointError on every rank. strict=False loads what
     fits and lists the rest.
     """
-    return loading.load(run_of(model, optimizer), Path(folder), extra, data, strict)
+    run = run_of(model, optimizer)
+    saver_of(run).settle()  # what is being written may be the latest
+    return loading.load(run, place_of(folder), extra, data, strict)
 
 
 def run_of(model: nn.Module, optimizer: Any) -> Run:

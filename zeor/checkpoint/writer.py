@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from zeor.checkpoint.disk import Disk
 from zeor.checkpoint.manifest import BLOCK_NBYTES, FileInfo, new_hash
 from zeor.checkpoint.tensorfile import DTYPES
+from zeor.checkpoint.urls import Place
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STAGING_NBYTES, _STAGINGS = 32 << 20, 3
@@ -56,7 +56,7 @@ def header(sources: Sequence[Source]) -> bytes:
 
 
 def write_file(
-    disk: Disk, path: Path, sources: Sequence[Source], progress: Callable[[int], None] = lambda nbytes: None
+    disk: Disk, path: Place, sources: Sequence[Source], progress: Callable[[int], None] = lambda nbytes: None
 ) -> FileInfo:
     """Write and sync a file; its description. Wider dtypes come first, so that every tensor is aligned."""
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)

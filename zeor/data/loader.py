@@ -7,9 +7,11 @@ when they are handed to the user, not when a worker prefetches them. Knows one r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from zeor.data.position import Pass
@@ -72,7 +74,9 @@ class Counting:
         self._dealt.position.running = None  # a pass that was left half-way is given up
         if isinstance(self._dealt, RankStream):
             self._dealt.begin()
-        return HandedOver(super().__iter__(), self._dealt, self._items_per_batch)  # type: ignore[misc]
+        with _undrawn(self._dealt.position.continues):
+            batches = super().__iter__()  # type: ignore[misc]
+        return HandedOver(batches, self._dealt, self._items_per_batch)
 
     @property
     def epoch(self) -> int:
@@ -127,6 +131,20 @@ class HandedOver:
         if name == "_batches":  # not there yet: while being copied
             raise AttributeError(name)
         return getattr(self._batches, name)
+
+
+@contextmanager
+def _undrawn(continues: bool) -> Iterator[None]:
+    """A DataLoader draws the seed of its workers at each iter(). Where an epoch is continued the run that began it has
+    drawn already: the generator is put back, so that what follows draws the same numbers as it would have there."""
+    if not continues:
+        yield
+        return
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
 
 @cache

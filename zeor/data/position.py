@@ -56,6 +56,11 @@ class Position:
         if self.running is finished:
             self.running = None
 
+    @property
+    def continues(self) -> bool:
+        """Whether the next pass, or the one just begun, goes on in the middle of an epoch."""
+        return (self.running.start if self.running else self.start) > 0
+
     def now(self) -> tuple[int, int]:
         """(epoch, items of it consumed by all ranks together)."""
         return (self.running.epoch, self.running.consumed) if self.running else (self.epoch, self.start)

@@ -7,9 +7,12 @@ boxes, each of them contiguous. Knows integers only.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+_MOST_IN_PAIRS = 2048
 
 
 class Box(NamedTuple):
@@ -87,12 +90,24 @@ def tile(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return False
     if sum(box.numel for box in boxes) != math.prod(shape):
         return False
-    ordered = sorted(boxes, key=lambda box: box.begin)
     # The counts agree, so the boxes cover everything if and only if no two of them meet.
-    for index, box in enumerate(ordered):
-        for other in ordered[index + 1 :]:
-            if shape and other.begin[0] >= box.begin[0] + box.length[0]:
-                break
-            if intersection(box, other) is not None:
+    return _apart(list(boxes), 0, len(shape))
+
+
+def _apart(boxes: list[Box], dim: int, dims: int) -> bool:
+    """Whether no two boxes meet: told apart by one dimension after the other, so that many cost little more than a
+    sort. Where no dimension does it all, pairs are looked at; so many that it would take long count as met."""
+    if len(boxes) < 2:
+        return True
+    if dim == dims:
+        return len(boxes) <= _MOST_IN_PAIRS and not any(intersection(a, b) for a, b in itertools.combinations(boxes, 2))
+    boxes.sort(key=lambda box: box.begin[dim])
+    near, end = [boxes[0]], boxes[0].begin[dim] + boxes[0].length[dim]
+    for box in boxes[1:]:
+        if box.begin[dim] >= end:
+            if not _apart(near, dim + 1, dims):
                 return False
-    return True
+            near = []
+        near.append(box)
+        end = max(end, box.begin[dim] + box.length[dim])
+    return _apart(near, dim + 1, dims)

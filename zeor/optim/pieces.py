@@ -52,10 +52,14 @@ def pieces_of(slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, A
             yield Piece(slot.name, key, None, value)
 
 
-def put_piece(piece: Piece, mine: nn.Parameter, where: Segment, state: dict[str, Any]) -> None:
-    """What of a piece lies in `where`, into the state of `mine`; elements nobody has put yet are zero."""
+def put_piece(piece: Piece, mine: nn.Parameter, where: Segment, state: dict[str, Any], adopt: bool = False) -> None:
+    """What of a piece lies in `where`, into the state of `mine`; elements nobody has put yet are zero. `adopt`: its
+    memory may become the state's own."""
     if piece.begin is None:
         _put(state, piece.key, piece.value.clone() if isinstance(piece.value, Tensor) else copy.copy(piece.value))
+        return
+    if adopt and (piece.begin, piece.value.numel()) == (where.start, where.numel):
+        _put(state, piece.key, piece.value.to(mine.device).view(mine.shape))
         return
     begin = max(piece.begin, where.start)
     end = min(piece.begin + piece.value.numel(), where.start + where.numel)

@@ -366,8 +366,9 @@ class Stepper:
                 slot = self.segments.slots[id(param)]
                 yield from pieces_of(slot, mine, self.segments.at(param), self.optimizer.state.get(mine, {}))
 
-    def put(self, pieces: Iterable[Piece]) -> None:
-        """State from pieces made by any number of ranks: of each, this rank takes what it keeps."""
+    def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:
+        """State from pieces made by any number of ranks: of each, this rank takes what it keeps. `adopt`: nobody else
+        holds them, so their memory may be kept."""
         params = {self.segments.slots[id(p)].name: p for group in self.optimizer.param_groups for p in group["params"]}
         for piece in pieces:
             if piece.name not in params:
@@ -378,6 +379,6 @@ class Stepper:
             mine = self.segments.of(params[piece.name])
             if mine is not None:
                 where = self.segments.at(params[piece.name])
-                put_piece(piece, mine, where, self.optimizer.state[mine])
+                put_piece(piece, mine, where, self.optimizer.state[mine], adopt)
         if self.one_pass is not None:
             self.one_pass.forget_state()

@@ -26,7 +26,7 @@ from zeor.runtime.lane import LaneKey
 # Moments an optimizer keeps per element, by class name; anything else is asked for.
 MOMENTS = {
     "SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "Adadelta": 2,
-    "RMSprop": 1, "ASGD": 1, "Rprop": 2,
+    "RMSprop": 1, "ASGD": 1, "Rprop": 2, "Muon": 1,
 }  # fmt: skip
 _OPTIONS = ("units", "prefetch", "native_reduce")
 

@@ -10,12 +10,15 @@ import difflib
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from zeor.tools import plan, schedule, train
+from zeor.tools import export, importing, inspect, plan, schedule, train
 
 COMMANDS = {
     "train": (train, "train a small GPT on local ranks and show what sharding saves"),
     "plan": (plan, "bytes per rank and role, before anything is allocated"),
     "schedule": (schedule, "the actions of one training step"),
+    "inspect": (inspect, "what a checkpoint holds, and whether it is sound"),
+    "export": (export, "plain safetensors out of a checkpoint"),
+    "import": (importing, "a checkpoint of PyTorch, DeepSpeed or DCP, made one of zeor's"),
 }
 
 

@@ -1,0 +1,190 @@
+"""Preemption: a signal becomes a checkpoint on every rank and a clean exit, at the end of a step.
+
+1. The signal's handler only notes the time.     2. At the end of each step the ranks tell each other, in one exchange
+of eight bytes on the host, whether any of them has such a note: all see it in the same step, whoever was signalled.
+3. Every rank saves.     4. Every rank leaves, by SystemExit or by Preempted.
+From the note on a watch thread ends the process when the time is over: what was saved before stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeor.checkpoint import training
+from zeor.checkpoint.urls import Place
+from zeor.comm.stuck import explain
+
+TOO_LATE = 1  # the exit code when the time was over
+
+log = logging.getLogger("zeor")
+
+
+class Preempted(Exception):
+    """The run was told to stop, and has saved itself."""
+
+    def __init__(self, path: Place, step: int) -> None:
+        super().__init__(f"The run was told to stop; step {step} is saved in {path}.")
+        self.path, self.step = path, step
+
+
+@dataclass(frozen=True)
+class What:
+    """What is saved, and where."""
+
+    folder: str | os.PathLike[str]
+    model: nn.Module
+    optimizer: Any
+    extra: Mapping[str, Any]
+    data: Any
+    keep: int | None
+
+
+class Preemption:
+    """See zeor.preempt. Made armed; `close()`, or the end of a `with`, gives the signals back."""
+
+    def __init__(self, what: What, signals: Iterable[str | int], within: float | None, exit_code: int | None) -> None:
+        self._what, self._mesh = what, training.run_of(what.model, what.optimizer).mesh
+        self._signals, self._within, self._exit_code = [_signal(each) for each in signals], within, exit_code
+        self._before: dict[signal.Signals, Any] = {}
+        self._noted: float | None = None  # when the signal came, by time.monotonic()
+        self._over: threading.Event | None = None  # of the watch
+        self._saved = False
+        self._arm()
+
+    def _arm(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
+        for each in self._signals:
+            self._before[each] = signal.signal(each, self._note)
+
+    def close(self) -> None:
+        """Give the signals back to who had them before."""
+        for each, handler in self._before.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+        if self._over is not None:
+            self._over.set()
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _note(self, number: int, frame: Any) -> None:
+        """The handler. Later signals change nothing: the first one set the time."""
+        if self._noted is None:
+            self._noted = time.monotonic()
+            self._watch()
+
+    # ---- steps 2 to 4
+
+    def check(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """At the end of every step, on every rank: `step` is how many are done. Returns at once, unless some rank was
+        told to stop; then it saves and does not return. `extra` is added to what zeor.preempt was given."""
+        waited = self._agree()
+        if waited is None:
+            return
+        if self._noted is None:  # another rank was told, that long ago
+            self._noted = time.monotonic() - waited
+            self._watch()
+        log.warning("zeor: told to stop; saving step %d.", step)
+        what, both = self._what, {**self._what.extra, **(extra or {})}
+        path = training.save(
+            what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep
+        )
+        self._saved = True
+        if self._exit_code is None:
+            self.close()
+            raise Preempted(path, step)
+        # The signals stay ours: one more of them must not break off what the program does on its way out.
+        log.warning("zeor: step %d is saved in %s; leaving.", step, path)
+        sys.exit(self._exit_code)
+
+    def _agree(self) -> float | None:
+        """Seconds since the first signal on any rank; None: there was none. The same on every rank."""
+        waited = 0.0 if self._noted is None else max(time.monotonic() - self._noted, 1e-6)
+        mesh = self._mesh
+        if mesh.world > 1:
+            longest = torch.tensor([waited], dtype=torch.float64)
+            try:
+                dist.all_reduce(longest, dist.ReduceOp.MAX, group=mesh.control)
+            except RuntimeError as error:
+                raise explain(mesh, "agreement on whether to stop", error) from error
+            waited = longest.item()
+        return waited or None
+
+    # ---- the time that is left
+
+    def _watch(self) -> None:
+        if self._within is None:
+            return
+        assert self._noted is not None
+        self._over = threading.Event()
+        left = max(0.0, self._noted + self._within - time.monotonic())
+        threading.Thread(target=self._leave_after, args=(self._over, left), daemon=True, name="zeor-preempt").start()
+
+    def _leave_after(self, over: threading.Event, seconds: float) -> None:
+        """Not by an exception: the main thread may stand in a collective or a write that never ends."""
+        if over.wait(seconds):
+            return
+        if not self._saved:
+            log.error(
+                "zeor: no checkpoint within %g s of the signal; leaving without it. Earlier ones are as they were.",
+                self._within,
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self._exit_code or 0 if self._saved else TOO_LATE)
+
+
+def preempt(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    data: Any = None,
+    keep: int | None = 3,
+    signals: Iterable[str | int] = ("SIGTERM",),
+    within: float | None = None,
+    exit_code: int | None = 0,
+) -> Preemption:
+    """Turn SIGTERM into a checkpoint on every rank and a clean exit. Every rank calls it, once, and then in its loop:
+
+        stop = zeor.preempt("checkpoints", model, optimizer, extra={"scheduler": scheduler}, data=loader, within=60)
+        for step, batch in enumerate(loader, start=first_step + 1):
+            ...
+            stop.check(step)  # the end of a step
+
+    check() costs one exchange of eight bytes between the hosts. When any rank was signalled, all of them save as
+    zeor.save does and leave after the same step.
+
+    signals     those that mean stop; ("SIGTERM", "SIGUSR1") for SLURM with --signal=USR1@120. They take the place of
+                earlier handlers until close().
+    within      seconds from the signal to the exit; None: as long as it takes. A step or a save that lasts longer ends
+                the process with exit code 1, and the checkpoints of before stand.
+    exit_code   of the processes; None: raise zeor.Preempted on every rank instead of leaving.
+    """
+    if within is not None and not within > 0:
+        raise ValueError(f"zeor.preempt(within={within!r}): give seconds, more than 0, or None.")
+    return Preemption(What(folder, model, optimizer, dict(extra or {}), data, keep), signals, within, exit_code)
+
+
+def _signal(given: str | int) -> signal.Signals:
+    try:
+        return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+    except (KeyError, ValueError):
+        raise ValueError(f"zeor.preempt(signals=...): {given!r} is no signal; give names such as 'SIGTERM'.") from None

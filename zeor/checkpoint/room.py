@@ -1,0 +1,58 @@
+"""How much host memory can be had, and whether all ranks of a host together ask for more than a share of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zeor.comm.agree import exchange
+from zeor.comm.mesh import Mesh
+
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+class Asked(NamedTuple):
+    """What one rank wants of its host, and what it sees there; `free_nbytes` None: nothing is known."""
+
+    host: str
+    nbytes: int
+    free_nbytes: int | None
+
+
+def asked(nbytes: int) -> Asked:
+    return Asked(socket.gethostname(), nbytes, free_nbytes())
+
+
+def free_nbytes() -> int | None:
+    """What the system says can be allocated without swapping, a container's limit included."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int((_CGROUP / "memory.max").read_text())  # "max" where there is none: ValueError
+        used = int((_CGROUP / "memory.current").read_text())
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        found.append(max(0, limit - used + int(fields["inactive_file"])))  # cached files make way
+    return min(found, default=None)
+
+
+def short_of(everyone: Sequence[Sequence[Any]], share: float) -> dict[str, tuple[int, int]]:
+    """Hosts whose ranks ask for more than that share of what is free: (asked, free) in bytes."""
+    wanted: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for host, nbytes, seen in everyone:
+        wanted[host] += nbytes
+        if seen is not None:
+            free[host] = min(seen, free.get(host, seen))
+    return {host: (n, free[host]) for host, n in wanted.items() if host in free and n > share * free[host]}
+
+
+def is_short(mesh: Mesh, nbytes: int, share: float) -> bool:
+    """Whether this rank's host is. Every rank calls it."""
+    mine = asked(nbytes)
+    return mine.host in short_of(exchange(mesh, list(mine), "exchange about free memory"), share)
