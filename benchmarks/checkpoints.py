@@ -33,7 +33,7 @@ from zeor.runtime.sharded import state_of
 WIDTH = 4096
 
 
-def build(gigabytes: float, device: torch.device, rank_count: int) -> tuple[Any, Any]:
+def build(gigabytes: float, device: torch.device) -> tuple[Any, Any]:
     """Square layers: 12 bytes per parameter with AdamW's moments."""
     layers = max(1, round(gigabytes * 1e9 / 12 / WIDTH**2))
     with torch.device(device):
@@ -181,7 +181,7 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank, world = dist.get_rank(), dist.get_world_size()
     options.folder.mkdir(parents=True, exist_ok=True)
-    model, optimizer = build(options.gigabytes, device, world)
+    model, optimizer = build(options.gigabytes, device)
     ways = Ways(model, optimizer, options.folder, rank)
     total = ways.nbytes * world
     writes: dict[str, list[float]] = {}

@@ -58,13 +58,16 @@ def test_a_tied_parameter_loads_into_two_that_are_not_tied(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "ranges", [[(0, 20000), (0, 20000)], [(0, 9000), (100, 20000), (4096, 8192)], [(5, 5), (3, 4)]]
 )
-def test_ranges_that_meet_are_read_again(tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
+def test_ranges_that_meet_are_all_filled(tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
     data = bytes(i % 251 for i in range(20000))
     (tmp_path / "file").write_bytes(data)
     blocks = [digest(data[i : i + 4096]) for i in range(0, len(data), 4096)]
-    with BlockReader(tmp_path / "file", FileInfo("file", len(data), blocks), 4096, ranges) as reader:
-        for begin, end in ranges:
-            assert bytes(reader.bytes(begin, end)) == data[begin:end]
+    into = [bytearray(end - begin) for begin, end in ranges]
+    with BlockReader(tmp_path / "file", FileInfo("file", len(data), blocks), 4096) as reader:
+        reader.fill([(begin, end, memoryview(each)) for (begin, end), each in zip(ranges, into)])
+        assert sum(reader.verify()) == len(data)
+        for (begin, end), each in zip(ranges, into):
+            assert bytes(each) == bytes(reader.bytes(begin, end)) == data[begin:end]
 
 
 def go_back(folder: str) -> Any:

@@ -1,1 +1,1 @@
-"""What survives a run: tensors in files, read and (soon) written by slice. No pickle is ever loaded."""
+"""What survives a run: saved, loaded, exported, in files without a pickle. docs/checkpoints.md is the format."""

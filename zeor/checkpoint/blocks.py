@@ -1,16 +1,15 @@
 """A file of a checkpoint, read by ranges and verified block by block: what a rank does not need is not read.
 
-A `BlockReader` is told beforehand which byte ranges will be wanted. Threads read and hash the blocks they touch
-a little ahead, each block once; a block whose hash is not the manifest's is refused, naming the file.
+A `BlockReader` is told which byte ranges are wanted, and where they go. Threads read and hash the blocks these touch,
+each block once; a block whose hash is not the manifest's is refused, naming the file.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,15 @@ from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import FileInfo, digest
 from zeor.checkpoint.urls import Place, Url
 
-_AHEAD = 8  # blocks in memory at a time, beside the one in use
 _URL_THREADS = 8  # a store answers slowly, but many at once
 
 
 class BlockReader:
-    """Ranges must be asked for in the order they were announced, and the announced ones be sorted by begin."""
-
-    def __init__(self, path: Place, info: FileInfo, block_nbytes: int, ranges: Sequence[tuple[int, int]]):
+    def __init__(self, path: Place, info: FileInfo, block_nbytes: int):
         self._path, self._info, self._block_nbytes = path, info, block_nbytes
         self.read_nbytes, self._lock = 0, threading.Lock()
         self._file: _LocalFile | _UrlFile = _UrlFile(path, info) if isinstance(path, Url) else _LocalFile(path, info)
         self._threads = ThreadPoolExecutor(self._file.threads, thread_name_prefix="zeor-load")
-        self._left = deque(_blocks_of(ranges, block_nbytes))
-        self._loading: dict[int, Future[memoryview]] = {}
-        self._fill()
 
     def __enter__(self) -> BlockReader:
         return self
@@ -41,33 +34,18 @@ class BlockReader:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._file.close()
 
-    def parts(self, begin: int, end: int) -> Iterator[memoryview]:
-        """Bytes [begin, end) of the file, verified, in pieces."""
-        first = begin // self._block_nbytes
-        for index in [index for index in self._loading if index < first]:
-            del self._loading[index]
-        while begin < end:
-            index = begin // self._block_nbytes
-            self._fill()
-            if index not in self._loading:  # two ranges meet, and the first of them was read to its end
-                self._loading[index] = self._threads.submit(self._load, index)
-            block, at = self._loading[index].result(), begin - index * self._block_nbytes
-            part = block[at : at + end - begin]
-            yield part
-            begin += len(part)
-            if begin < end:
-                del self._loading[index]
-
     def bytes(self, begin: int, end: int) -> bytearray:
-        whole = bytearray()
-        for part in self.parts(begin, end):
-            whole += part
+        whole = bytearray(end - begin)
+        self.fill([(begin, end, memoryview(whole))])
         return whole
 
-    def _fill(self) -> None:
-        while self._left and len(self._loading) <= _AHEAD:
-            index = self._left.popleft()
-            self._loading[index] = self._threads.submit(self._load, index)
+    def verify(self) -> Iterator[int]:
+        """Read and hash every block; the bytes of each, one after the other."""
+
+        def check(index: int) -> int:
+            return len(self._load(index))
+
+        yield from self._threads.map(check, range(len(self._info.blocks)))
 
     def fill(self, wants: Sequence[tuple[int, int, memoryview]]) -> None:
         """Bytes [begin, end) into memory of the caller's, for many ranges in any order, verified. A block that one
@@ -153,12 +131,3 @@ class _UrlFile:
 
     def close(self) -> None:
         pass
-
-
-def _blocks_of(ranges: Sequence[tuple[int, int]], block_nbytes: int) -> list[int]:
-    """The blocks these ranges touch, each once, in order."""
-    found: dict[int, None] = {}
-    for begin, end in ranges:
-        if begin < end:
-            found.update(dict.fromkeys(range(begin // block_nbytes, (end - 1) // block_nbytes + 1)))
-    return sorted(found)

@@ -83,10 +83,10 @@ def verify(found: Description, progress: Progress = lambda nbytes: None) -> None
             continue  # `describe` has said so
         done = 0
         try:
-            with BlockReader(path, file, found.manifest.block_nbytes, [(0, file.nbytes)]) as reader:
-                for part in reader.parts(0, file.nbytes):
-                    progress(len(part))
-                    done += len(part)
+            with BlockReader(path, file, found.manifest.block_nbytes) as reader:
+                for nbytes in reader.verify():
+                    progress(nbytes)
+                    done += nbytes
             check_header(found.path, found.manifest, number)
         except CheckpointError as error:
             found.problems.append(str(error))

@@ -134,7 +134,7 @@ def _read_file(
     entries, header_nbytes = _verified_header(path, info, block_nbytes)
     reads = [_place(path, entries, *item) for item in wanted]
     spans = [read.span() for read in reads]
-    with BlockReader(path, info, block_nbytes, []) as reader:
+    with BlockReader(path, info, block_nbytes) as reader:
         reader.fill([(read.begin, read.end, _bytes_of(span)) for read, span in zip(reads, spans)])
         read_nbytes = header_nbytes + reader.read_nbytes
     for read, span in zip(reads, spans):
@@ -143,11 +143,11 @@ def _read_file(
 
 
 def _verified_header(path: Place, info: FileInfo, block_nbytes: int) -> tuple[dict[str, Entry], int]:
-    with BlockReader(path, info, block_nbytes, [(0, 8)]) as reader:
+    with BlockReader(path, info, block_nbytes) as reader:
         length = int.from_bytes(reader.bytes(0, 8), "little")
     if length > min(info.nbytes - 8, MOST_MANIFEST_NBYTES):
         raise CheckpointError(f"{path} is damaged: its header of {length} bytes is longer than it may be.")
-    with BlockReader(path, info, block_nbytes, [(8, 8 + length)]) as reader:
+    with BlockReader(path, info, block_nbytes) as reader:
         text = bytes(reader.bytes(8, 8 + length))
         read_nbytes = reader.read_nbytes
     try:
