@@ -6,6 +6,7 @@ it touches no device.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 from collections.abc import Iterable
@@ -95,6 +96,30 @@ def trim_host_memory() -> None:
         libc.malloc_trim(0)
 
 
+def pin(tensor: Tensor) -> str | None:
+    """Let the accelerator read and write this host memory by itself, its pages kept in place; None, or why not.
+
+    Whole pages, mapped until `unpin`. All in one go: a copy must not cross from one registration into another.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != "cuda":
+        return "there is no accelerator" if accelerator is None else f"not known how for {accelerator.type} devices"
+    runtime = torch.cuda.cudart()
+    code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(code) == 0:
+        return None
+    with contextlib.suppress(RuntimeError):  # the refusal stays behind for the next launch to find: let it be this one
+        torch.ones(1, device=accelerator)
+    return str(runtime.cudaGetErrorString(code))
+
+
+def unpin(tensor: Tensor) -> None:
+    """Undo `pin` of the same memory, after the copies under way -> who unmaps it next."""
+    with contextlib.suppress(RuntimeError):  # a device that has failed has no copies under way
+        torch.accelerator.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
 class Arriving:
     """A small result on its way to the host, which does not wait for it."""
 
@@ -119,3 +144,34 @@ def describe(device: torch.device) -> str:
         return "cpu"
     name = torch.get_device_module(device).get_device_name(device)
     return f"{device} ({name})"
+
+
+class DeviceMemory:
+    """What an accelerator's memory is used for; on a host nothing is known of it."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._module = device, None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+
+    def total_nbytes(self) -> int | None:
+        """What this process may use: what it has, and what is free."""
+        if self._module is None:
+            return None
+        free, _ = self._module.mem_get_info(self._device)
+        return int(free) + int(self._module.memory_reserved(self._device))
+
+    def now_nbytes(self) -> int:
+        return 0 if self._module is None else int(self._module.memory_allocated(self._device))
+
+    def peak_nbytes(self) -> int:
+        return 0 if self._module is None else int(self._module.max_memory_allocated(self._device))
+
+    def failures(self) -> int:
+        """How often memory ran out so far."""
+        return 0 if self._module is None else int(self._module.memory_stats(self._device).get("num_ooms", 0))
+
+    def give_back(self) -> None:
+        """What is cached and unused, to the device."""
+        if self._module is not None:
+            self._module.empty_cache()
