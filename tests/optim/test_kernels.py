@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zeor.memory.formats import cast_into, split_into
+from zeor.memory.small import decode_into, encode_into, storage_of
 from zeor.optim import kernels
 from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings, supports
 from zeor.optim.kernels_reference import adam_pass_reference, sgd_pass_reference
@@ -149,6 +150,57 @@ def test_a_run_has_one_whole_or_one_split_master():
     ):
         with pytest.raises(ValueError, match=word):
             kernels._check_run(run, ())
+
+
+def stored(values: torch.Tensor, format: str, signed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype, blocks = storage_of(format, NUMEL, signed)
+    codes, scales = torch.empty(NUMEL, dtype=dtype), torch.empty(blocks) if blocks else None
+    encode_into(codes, scales, values, signed)
+    return codes, scales
+
+
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("bf16", "bf16"), ("exact", "int8"), ("int8", "bf16")])
+@pytest.mark.parametrize("case", ADAM_CASES[:3], ids=str)
+def test_small_moments_are_decoded_updated_and_encoded(case, formats):
+    """The same bits as the exact pass between a decode and an encode; over a split master too."""
+    master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    compute = torch.empty(NUMEL, dtype=torch.bfloat16)
+    zeros = torch.zeros(NUMEL)
+    (exp_avg, avg_scale), (exp_avg_sq, sq_scale) = stored(zeros, formats[0], True), stored(zeros, formats[1], False)
+    whole = AdamRun(master, torch.empty(NUMEL), exp_avg, exp_avg_sq, compute, None, avg_scale, sq_scale)
+    assert whole.small and not whole._replace(exp_avg=zeros, exp_avg_sq=zeros).small
+    split, expected = split_of(whole), master.clone()
+    for step, grad in enumerate(gradients(), start=1):
+        moments = torch.empty(2, NUMEL)
+        decode_into(moments[0], whole.exp_avg, whole.exp_avg_scale)
+        decode_into(moments[1], whole.exp_avg_sq, whole.exp_avg_sq_scale)
+        adam_pass_reference(AdamRun(expected, grad, *moments), AdamSettings(**case), step)
+        for run in (whole, split):
+            adam_pass_reference(run._replace(grad=grad), AdamSettings(**case), step)
+        assert torch.equal(whole.master, expected)
+        for run in (whole, split):
+            expected_run = run
+            for i, signed in enumerate((True, False)):
+                codes, scales = stored(moments[i], formats[i], signed)
+                expected_run = expected_run._replace(**{run._fields[2 + i]: codes, run._fields[6 + i]: scales})
+            assert_same_bits(run, expected_run)
+        assert_same_bits(split._replace(grad=grad), split_of(whole._replace(grad=grad)))
+
+
+def test_scales_fit_their_codes():
+    codes, scales = stored(torch.ones(NUMEL), "int8", True)
+    squares, square_scales = stored(torch.ones(NUMEL), "int8", False)
+    run = AdamRun(*torch.zeros(2, NUMEL), codes, squares, None, None, scales, square_scales)
+    assert kernels._check_run(run, ()) == (NUMEL, torch.device("cpu"))
+    for wrong, word in (
+        (run._replace(exp_avg_scale=None), "exp_avg, 1003 elements of torch.int8, goes with 4 contiguous scales"),
+        (run._replace(exp_avg_sq_scale=square_scales[1:]), "the run has 3 on cpu"),
+        (run._replace(exp_avg=squares), "exp_avg is torch.uint8"),
+        (run._replace(exp_avg=torch.zeros(NUMEL)), "goes with no contiguous scales"),
+        (run._replace(exp_avg_scale=scales.double()), "exp_avg_scale is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            kernels._check_run(wrong, ())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])

@@ -2,9 +2,10 @@
 
 With a bf16 gradient and a bf16 compute, Adam reads and writes 28 bytes per parameter:
 grad 2, master 4 + 4, exp_avg 4 + 4, exp_avg_sq 4 + 4, compute 2. With a split master it is 26 (compute 2 + 2
-and remainder 2 + 2 in place of master and compute), and the bits are the same. A pass covers one contiguous run
-of elements in one launch and never waits for the device. It follows torch.optim's single-tensor code line by
-line and equals it to rounding. `kernels_reference.py` says the same in plain torch, `kernels_triton.py` holds
+and remainder 2 + 2 in place of master and compute), and the bits are the same. Adam's moments may rest in bf16 (18
+bytes with a split master) or 8-bit codes (14.06): see zeor.memory.small. A pass covers one contiguous run of elements
+in one launch and never waits for the device. It follows torch.optim's single-tensor code line by line and equals it to
+rounding. `kernels_reference.py` says the same in plain torch, `kernels_triton.py` and `kernels_small.py` hold
 the kernels: Triton is imported, and the device touched, only when a function here is called.
 """
 
@@ -20,8 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeor.memory.small import BLOCK_NUMEL, scale_count
+
 GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
+SMALL_DTYPES = (torch.bfloat16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class AdamRun(NamedTuple):
 
     Where the master is split (zeor.memory.formats), `master` is None: `compute` (bf16) and `remainder` (int16)
     are read in its place, and both are written.
+    A moment is fp32, bf16 or, with its scales beside it, 8-bit codes (int8 for exp_avg, uint8 for exp_avg_sq) whose
+    blocks are counted from the start of the run: it is a segment, or a part of one that starts with a block.
     """
 
     master: Tensor | None
@@ -77,6 +83,13 @@ class AdamRun(NamedTuple):
     exp_avg_sq: Tensor
     compute: Tensor | None = None
     remainder: Tensor | None = None
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether a moment rests in a small format."""
+        return self.exp_avg.dtype in SMALL_DTYPES or self.exp_avg_sq.dtype in SMALL_DTYPES
 
 
 class SGDRun(NamedTuple):
@@ -102,6 +115,9 @@ class Launch:
 
 
 DEFAULT_LAUNCH = Launch()
+# 8 elements per thread: a warp has a block of codes to itself, and 16-bit tensors move in full vectors. Only for runs
+# without an fp32 tensor, for the reason that Launch gives.
+NARROW_LAUNCH = Launch(1024, 4)
 
 
 def available(device: torch.device | str | int) -> bool:
@@ -157,7 +173,7 @@ def adam_pass(
     step: float | Tensor,
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    launch: Launch = DEFAULT_LAUNCH,
+    launch: Launch | None = None,
 ) -> None:
     """One update of Adam or AdamW over one run.
 
@@ -165,17 +181,17 @@ def adam_pass(
     `found_inf` (0-d) is not zero nothing is written, and the caller must not let `step` advance. A `step`
     or lr that is a tensor on the run's device is read by the kernel, one on the host is read here.
     """
-    from zeor.optim.kernels_triton import adam_kernel
-
     numel, device = _check_run(run, (scale, found_inf))
     if numel == 0:
         return
     step_tensor, step_value = _split_scalar(step, device)
     lr_tensor, lr_value = _split_scalar(settings.lr, device)
     scalars = _adam_scalars(settings, lr_value, step_value)
+    kernel, tensors = _adam_kernel(run)
+    launch = launch or _launch_of(run)
     with _launching_on(device):
-        adam_kernel[(math.ceil(numel / launch.block_numel),)](
-            *run,
+        kernel[(math.ceil(numel / launch.block_numel),)](
+            *tensors,
             numel,
             scale,
             found_inf,
@@ -233,6 +249,22 @@ def sgd_pass(
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
         )
+
+
+def _adam_kernel(run: AdamRun) -> tuple[Any, tuple[Tensor | None, ...]]:
+    """(the kernel for the formats of this run's moments, the tensors that it takes)."""
+    if run.small:
+        from zeor.optim.kernels_small import adam_small_kernel
+
+        return adam_small_kernel, run
+    from zeor.optim.kernels_triton import adam_kernel
+
+    return adam_kernel, run[:6]  # all but the scales
+
+
+def _launch_of(run: AdamRun) -> Launch:
+    wide = (run.master, run.grad, run.exp_avg, run.exp_avg_sq)
+    return DEFAULT_LAUNCH if any(t is not None and t.dtype == torch.float32 for t in wide) else NARROW_LAUNCH
 
 
 class _AdamScalars(NamedTuple):
@@ -311,22 +343,46 @@ def _check_run(run: AdamRun | SGDRun, controls: tuple[Tensor | None, ...]) -> tu
         raise ValueError("a remainder is half a master: the run needs compute as well")
     numel, device = weights.numel(), weights.device
     compute_dtypes = COMPUTE_DTYPES if run.remainder is None else (torch.bfloat16,)
-    dtypes = {"grad": GRAD_DTYPES, "compute": compute_dtypes, "remainder": (torch.int16,)}
+    dtypes = {
+        "grad": GRAD_DTYPES,
+        "compute": compute_dtypes,
+        "remainder": (torch.int16,),
+        "exp_avg": (torch.float32, torch.bfloat16, torch.int8),
+        "exp_avg_sq": (torch.float32, torch.bfloat16, torch.uint8),
+    }
     for name, tensor in run._asdict().items():
         if tensor is None:
             continue
         allowed = dtypes.get(name, (torch.float32,))
         if tensor.dtype not in allowed:
             raise ValueError(f"{name} is {tensor.dtype}, but a pass takes {' or '.join(map(str, allowed))}")
+        if name.endswith("_scale"):
+            continue
         if tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} (shape {tuple(tensor.shape)}, {tensor.device}) must be contiguous, with "
                 f"the master's {numel} elements on {device}"
             )
+    if isinstance(run, AdamRun):
+        _check_scales("exp_avg", run.exp_avg, run.exp_avg_scale)
+        _check_scales("exp_avg_sq", run.exp_avg_sq, run.exp_avg_sq_scale)
     for control in controls:
         if control is not None and (control.numel() != 1 or control.device != device):
             raise ValueError(f"scale and found_inf must be 0-d tensors on {device}, not {control}")
     return numel, device
+
+
+def _check_scales(name: str, moment: Tensor, scales: Tensor | None) -> None:
+    count = scale_count(moment.numel()) if moment.dtype in (torch.int8, torch.uint8) else None
+    if count == (None if scales is None else scales.numel()) and (
+        scales is None or (scales.device == moment.device and scales.is_contiguous())
+    ):
+        return
+    found = "none" if scales is None else f"{scales.numel()} on {scales.device}"
+    raise ValueError(
+        f"{name}, {moment.numel()} elements of {moment.dtype}, goes with {count or 'no'} contiguous scales "
+        f"(one for each {BLOCK_NUMEL} codes) on {moment.device}; the run has {found}"
+    )
 
 
 def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -1,8 +1,9 @@
 """The passes of `kernels.py` in plain torch: what they mean, and what the kernels are tested against.
 
 Each is torch.optim's single-tensor code for one run, with the gradient's scale before it and the cast to
-compute after it; a split master is put together first and taken apart at the end. It works on any device, but
-makes temporaries and, on a GPU, waits for `found_inf`, `step`, `first` and lr when they are tensors there.
+compute after it; a split master is put together first and taken apart at the end, moments in a small format are
+decoded first and encoded at the end. It works on any device, but makes temporaries and, on a GPU, waits for
+`found_inf`, `step`, `first` and lr when they are tensors there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeor.memory.formats import cast_into, join_into, split_into
+from zeor.memory.small import decode_into, encode_into
 from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings
 
 
@@ -33,11 +35,16 @@ def adam_pass_reference(
             master.mul_(1 - lr * settings.weight_decay)
         else:
             grad = grad.add(master, alpha=settings.weight_decay)
-    run.exp_avg.lerp_(grad, 1 - beta1)
-    run.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denom = (run.exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(settings.eps)
-    master.addcdiv_(run.exp_avg, denom, value=-lr / (1 - beta1**step))
+    exp_avg = _read_moment(run.exp_avg, run.exp_avg_scale)
+    exp_avg_sq = _read_moment(run.exp_avg_sq, run.exp_avg_sq_scale)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denom = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(settings.eps)
+    master.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
     _write_master(run, master)
+    if run.small:
+        encode_into(run.exp_avg, run.exp_avg_scale, exp_avg, signed=True)
+        encode_into(run.exp_avg_sq, run.exp_avg_sq_scale, exp_avg_sq, signed=False)
 
 
 @torch.no_grad()
@@ -86,6 +93,15 @@ def _write_master(run: AdamRun | SGDRun, master: Tensor) -> None:
         cast_into(run.compute, master)
     else:
         split_into(run.compute, run.remainder, master)
+
+
+def _read_moment(moment: Tensor, scales: Tensor | None) -> Tensor:
+    """The run's own moment, or a temporary one where it rests in a small format."""
+    if moment.dtype == torch.float32:
+        return moment
+    values = torch.empty_like(moment, dtype=torch.float32)
+    decode_into(values, moment, scales)
+    return values
 
 
 def _read_gradient(grad: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:

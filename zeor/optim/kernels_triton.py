@@ -1,6 +1,6 @@
 """The Triton kernels behind `zeor.optim.kernels`: one pass over one contiguous run of elements.
 
-This is the only module that imports Triton, and only `kernels.py` imports it, inside its functions. A kernel
+Only this module and kernels_small.py import Triton, and only `kernels.py` imports them, inside its functions. A kernel
 is given flat pointers and numbers; a tensor that is absent is None, which is a compile-time constant here.
 See Note [rounding is written out] and Note [full blocks and the tail].
 """
@@ -33,7 +33,7 @@ def _round_to_compute(master, compute_dtype: tl.constexpr):
 
 
 @triton.jit
-def _read_master(master_ptr, compute_ptr, remainder_ptr, mask):
+def read_master(master_ptr, compute_ptr, remainder_ptr, mask):
     """The fp32 master, put together where it is split. See Note [the split master] in zeor.memory.formats."""
     if remainder_ptr is None:
         return tl.load(master_ptr, mask=mask)
@@ -45,7 +45,7 @@ def _read_master(master_ptr, compute_ptr, remainder_ptr, mask):
 
 
 @triton.jit
-def _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask):
+def write_master(master, master_ptr, compute_ptr, remainder_ptr, mask):
     """The master, or its remainder where it is split; then compute."""
     if remainder_ptr is None:
         tl.store(master_ptr, master, mask=mask)
@@ -58,7 +58,7 @@ def _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask):
 
 
 @triton.jit
-def _read_gradient(grad_ptr, mask, scale, MAXIMIZE: tl.constexpr):
+def read_gradient(grad_ptr, mask, scale, MAXIMIZE: tl.constexpr):
     grad = tl.load(grad_ptr, mask=mask).to(tl.float32)
     if scale is not None:
         grad = grad * scale
@@ -75,6 +75,64 @@ def _bias_correction(step, log2_beta_high, log2_beta_low):
     """
     log2_beta = tl.cast(log2_beta_high, tl.float64) + tl.cast(log2_beta_low, tl.float64)
     return 1.0 - tl.exp2(log2_beta * step)
+
+
+@triton.jit
+def adam_numbers(
+    lr_ptr,
+    step_ptr,
+    lr,
+    decay,
+    weight_decay,
+    log2_beta1_high,
+    log2_beta1_low,
+    log2_beta2_high,
+    log2_beta2_low,
+    bias_correction1,
+    bias_correction2_sqrt,
+    step_size,
+):
+    """(decay, bias_correction2_sqrt, step_size); what the host could not know is computed in fp64, once per block."""
+    if step_ptr is not None:
+        step = tl.load(step_ptr).to(tl.float64)
+        bias_correction1 = _bias_correction(step, log2_beta1_high, log2_beta1_low)
+        bias_correction2 = _bias_correction(step, log2_beta2_high, log2_beta2_low)
+        bias_correction2_sqrt = tl.sqrt_rn(bias_correction2.to(tl.float32))
+    if lr_ptr is not None:
+        lr = tl.load(lr_ptr)
+        decay = (1.0 - tl.cast(lr, tl.float64) * weight_decay).to(tl.float32)
+    if step_ptr is not None or lr_ptr is not None:
+        step_size = (tl.cast(lr, tl.float64) / bias_correction1).to(tl.float32)
+    return decay, bias_correction2_sqrt, step_size
+
+
+@triton.jit
+def adam_moments(
+    master,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    decay,
+    weight_decay,
+    lerp_weight,
+    beta2,
+    one_minus_beta2,
+    DECAY: tl.constexpr,
+    LERP_SMALL: tl.constexpr,
+):
+    """(master after decay, exp_avg, exp_avg_sq): the lines of torch.optim.adam._single_tensor_adam, in their order."""
+    if DECAY == "decoupled":
+        master = master * decay
+    elif DECAY == "coupled":
+        grad = tl.fma(master, weight_decay, grad)
+
+    # torch's lerp has two forms; the second returns `grad` itself when the weight is 1.
+    if LERP_SMALL:
+        exp_avg = tl.fma(grad - exp_avg, lerp_weight, exp_avg)
+    else:
+        exp_avg = tl.fma(exp_avg - grad, 1.0 - lerp_weight, grad)
+    exp_avg_sq = tl.fma(one_minus_beta2 * grad, grad, exp_avg_sq * beta2)
+    return master, exp_avg, exp_avg_sq
 
 
 @triton.jit
@@ -99,28 +157,18 @@ def _adam_block(
     LERP_SMALL: tl.constexpr,
     MAXIMIZE: tl.constexpr,
 ):
-    """The lines of torch.optim.adam._single_tensor_adam, in their order."""
-    grad = _read_gradient(grad_ptr, mask, scale, MAXIMIZE)
-    master = _read_master(master_ptr, compute_ptr, remainder_ptr, mask)
+    grad = read_gradient(grad_ptr, mask, scale, MAXIMIZE)
+    master = read_master(master_ptr, compute_ptr, remainder_ptr, mask)
     exp_avg = tl.load(exp_avg_ptr, mask=mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptr, mask=mask)
 
-    if DECAY == "decoupled":
-        master = master * decay
-    elif DECAY == "coupled":
-        grad = tl.fma(master, weight_decay, grad)
-
-    # torch's lerp has two forms; the second returns `grad` itself when the weight is 1.
-    if LERP_SMALL:
-        exp_avg = tl.fma(grad - exp_avg, lerp_weight, exp_avg)
-    else:
-        exp_avg = tl.fma(exp_avg - grad, 1.0 - lerp_weight, grad)
-    exp_avg_sq = tl.fma(one_minus_beta2 * grad, grad, exp_avg_sq * beta2)
-
+    master, exp_avg, exp_avg_sq = adam_moments(
+        master, grad, exp_avg, exp_avg_sq, decay, weight_decay, lerp_weight, beta2, one_minus_beta2, DECAY, LERP_SMALL
+    )
     denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
     master = tl.fma(tl.div_rn(exp_avg, denom), -step_size, master)
 
-    _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask)
+    write_master(master, master_ptr, compute_ptr, remainder_ptr, mask)
     tl.store(exp_avg_ptr, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr, exp_avg_sq, mask=mask)
 
@@ -163,17 +211,10 @@ def adam_kernel(
     if found_inf_ptr is not None:
         n = tl.where(tl.load(found_inf_ptr) == 0.0, n, 0)  # no element left: nothing is read or written
 
-    # What the host could not know is computed here, once per block and in fp64.
-    if step_ptr is not None:
-        step = tl.load(step_ptr).to(tl.float64)
-        bias_correction1 = _bias_correction(step, log2_beta1_high, log2_beta1_low)
-        bias_correction2 = _bias_correction(step, log2_beta2_high, log2_beta2_low)
-        bias_correction2_sqrt = tl.sqrt_rn(bias_correction2.to(tl.float32))
-    if lr_ptr is not None:
-        lr = tl.load(lr_ptr)
-        decay = (1.0 - tl.cast(lr, tl.float64) * weight_decay).to(tl.float32)
-    if step_ptr is not None or lr_ptr is not None:
-        step_size = (tl.cast(lr, tl.float64) / bias_correction1).to(tl.float32)
+    decay, bias_correction2_sqrt, step_size = adam_numbers(
+        lr_ptr, step_ptr, lr, decay, weight_decay, log2_beta1_high, log2_beta1_low, log2_beta2_high, log2_beta2_low,
+        bias_correction1, bias_correction2_sqrt, step_size,
+    )  # fmt: skip
 
     start = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits: a run may be longer than 2**31
     offsets = tl.arange(0, BLOCK)
@@ -220,8 +261,8 @@ def _sgd_block(
     FIRST: tl.constexpr,
 ):
     """The lines of torch.optim.sgd._single_tensor_sgd, in their order."""
-    grad = _read_gradient(grad_ptr, mask, scale, MAXIMIZE)
-    master = _read_master(master_ptr, compute_ptr, remainder_ptr, mask)
+    grad = read_gradient(grad_ptr, mask, scale, MAXIMIZE)
+    master = read_master(master_ptr, compute_ptr, remainder_ptr, mask)
 
     if WEIGHT_DECAY:
         grad = tl.fma(master, weight_decay, grad)
@@ -240,7 +281,7 @@ def _sgd_block(
             grad = buffer
     master = tl.fma(grad, -lr, master)
 
-    _write_master(master, master_ptr, compute_ptr, remainder_ptr, mask)
+    write_master(master, master_ptr, compute_ptr, remainder_ptr, mask)
 
 
 @triton.jit(do_not_specialize=["n"])
