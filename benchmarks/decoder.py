@@ -38,6 +38,8 @@ SIZES: dict[str, Shape] = {
     "3B": Shape(26, 3072, 24),
     "7B": Shape(32, 4096, 32),
     "13B": Shape(40, 5120, 40),
+    "16B": Shape(34, 6144, 48),
+    "18B": Shape(39, 6144, 48),
     "20B": Shape(44, 6144, 48),
     "32B": Shape(60, 6656, 52),
 }
@@ -101,7 +103,8 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head is given; for use inside forward, where a sharded model's parameters are at hand."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
@@ -109,7 +112,10 @@ class Decoder(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(tokens))
 
     @torch.no_grad()
     def init_weights(self) -> None:

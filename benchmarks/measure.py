@@ -90,3 +90,26 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps(document, indent=1) + "\n")
     draft.replace(path)
+
+
+def available_nbytes() -> int:
+    """Host memory that could still be had: the kernel's estimate, or less where a control group sets a limit."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    found = int(lines["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        used = int((group / "memory.current").read_text())
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return found
+    return min(found, limit - used + int(cached.get("inactive_file", 0)) + int(cached.get("active_file", 0)))
+
+
+def io_nbytes() -> tuple[int, int]:
+    """Bytes this process has made a disk read and write, past the page cache or through it; zeros where unknown."""
+    try:
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return 0, 0
+    return int(lines["read_bytes"]), int(lines["write_bytes"])

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import offload_rows
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MIB = 2**20
@@ -170,7 +172,22 @@ def traffic_table(document: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
-TABLES = {"cpu_ranks": cpu_table, "gpu_suite": gpu_table, "traffic_netns": traffic_table}
+# Offload
+
+
+def offload_table(document: dict[str, Any]) -> str:
+    """Speed, memory and losses of every run of an offload_suite."""
+    return markdown(*offload_rows.rows(document))
+
+
+offload_words = offload_rows.words
+
+TABLES = {
+    "cpu_ranks": cpu_table,
+    "gpu_suite": gpu_table,
+    "traffic_netns": traffic_table,
+    "offload_suite": offload_table,
+}
 
 
 def _machine_line(document: dict[str, Any]) -> str:

@@ -24,8 +24,18 @@ from examples.start import Place, parser
 from examples.texts import Windows, endless, gpt2_tokenizer, tokens
 
 
+class Chunked(GPT2LMHeadModel):
+    """Returns the loss itself, made of a few rows of logits at a time: all of them would be the largest tensor here."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.transformer(input_ids=rows[:, :-1]).last_hidden_state
+        return zeor.chunked_cross_entropy(hidden, self.lm_head, rows[:, 1:], reduction="sum")
+
+
 def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
     """The cross entropy of every next token, added up."""
+    if isinstance(model, Chunked):
+        return model(rows)
     logits = model(input_ids=rows[:, :-1]).logits.float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
 
@@ -52,6 +62,8 @@ def main() -> None:
     asked.add_argument("--lr", type=float, default=1e-3)
     asked.add_argument("--stage", type=int, default=3)
     asked.add_argument("--precision", help="bf16 on a GPU unless said otherwise")
+    asked.add_argument("--chunked-loss", action="store_true", help="never hold all logits")
+    asked.add_argument("--recompute", choices=["True", "offload"], help="keep only the blocks' inputs for backward")
     asked.add_argument("--limit", type=int, help="take so many texts of each source only")
     options = asked.parse_args()
     place = Place(options.seed)
@@ -60,11 +72,12 @@ def main() -> None:
     config = GPT2Config(
         n_positions=options.context, n_embd=options.width, n_layer=options.layers, n_head=max(1, options.width // 64)
     )
-    model = GPT2LMHeadModel(config).to(place.device)
+    model = (Chunked if options.chunked_loss else GPT2LMHeadModel)(config).to(place.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.1)
     precision = options.precision or ("bf16" if place.device.type == "cuda" else "fp32")
-    model, optimizer = zeor.shard(model, optimizer, stage=options.stage, precision=precision)
+    recompute = "offload" if options.recompute == "offload" else options.recompute is not None
+    model, optimizer = zeor.shard(model, optimizer, stage=options.stage, precision=precision, recompute=recompute)
     windows = Windows(train, options.context + 1, place.device)
     unseen = Windows(held_out, options.context + 1, place.device)
     batches = endless(zeor.data.shard(windows.loader(options.batch)))

@@ -2,6 +2,8 @@
 
 from zeor import data, optim
 from zeor.api import (
+    accumulate,
+    chunked_cross_entropy,
     clip_grad_norm_,
     ema,
     export,
@@ -27,13 +29,13 @@ from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.preemption import Preempted, preempt
 from zeor.checkpoint.training import load, save
 from zeor.comm.launch import RankError, launch
-from zeor.plan import Plan, Precision
+from zeor.plan import Offload, Plan, Precision
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError", "Plan", "Precision", "Preempted", "RankError", "Saving", "clip_grad_norm_", "data",
-    "ema", "export", "full_params", "init_parameters", "iter_full", "join", "launch", "load", "load_pretrained",
-    "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict", "preempt", "report", "save", "shard",
-    "sync_buffers", "total", "traffic", "unshard",
+    "CheckpointError", "Offload", "Plan", "Precision", "Preempted", "RankError", "Saving", "accumulate",
+    "chunked_cross_entropy", "clip_grad_norm_", "data", "ema", "export", "full_params", "init_parameters", "iter_full",
+    "join", "launch", "load", "load_pretrained", "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict", "preempt",
+    "report", "save", "shard", "sync_buffers", "total", "traffic", "unshard",
 ]  # fmt: skip

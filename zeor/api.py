@@ -23,8 +23,10 @@ from zeor.optim.ema import ema
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
+from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import show_start
 from zeor.runtime import events, full, meta, module_buffers
+from zeor.runtime.chunked_loss import chunked_cross_entropy
 from zeor.runtime.compiled import compile_in_place, unwrapped
 from zeor.runtime.discover import find_units
 from zeor.runtime.engine import Engine
@@ -36,6 +38,7 @@ from zeor.runtime.keys import lane_key
 from zeor.runtime.mean_loss import mean_loss
 from zeor.runtime.meta import on_meta
 from zeor.runtime.penalty import penalty
+from zeor.runtime.recompute import check_wanted
 from zeor.runtime.sharded import ATTRIBUTE as _ATTRIBUTE
 from zeor.runtime.sharded import Sharded
 from zeor.runtime.sharded import state_of as _state
@@ -74,7 +77,15 @@ def shard(
     nonfinite="warn" what a step does about gradients with inf or nan: "warn", "raise", "skip" (the step, on every
                      rank), "ignore". Where the loop computes no norm, "raise" and "skip" cost a small exchange.
     timeout=600      seconds a collective may take before every rank raises.
+    offload=None     "host", "auto" or a zeor.Offload: where state rests for which the device has no room.
+    moments="exact"  how the optimizer's state is kept: "bf16" or "int8" (in blocks) take 4 or 2 bytes in place of 8.
+    release=False    True: gradients are used and freed inside backward, unit by unit, so step() finds nothing left to
+                     do; no clipping then. Accumulate with zeor.accumulate.
+    delay=0          1: an update is applied one step late, while the next step computes. Not equivalent.
     methods=()       methods beside forward that you call on the model, such as "encode" or "decoder.forward".
+    recompute=False  True: units keep only their inputs for backward, which computes the rest again (about a third more
+                     time, the same bits); units of a single layer are left out. "offload": these inputs rest in host
+                     memory meanwhile. Or a list of modules or classes to do so for, with "offload" among them or not.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
@@ -86,6 +97,7 @@ def shard(
     units = units and [unwrapped(unit) for unit in units]
     refuse_wrapped(model, optimizers)
     _refuse_nested(model)
+    check_wanted(model, plan.recompute)
     entries = find_entries(model, plan.methods)
     place = devices.device_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(place, plan.timeout)
@@ -148,7 +160,9 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     _compare_optimizers(mesh, engine, optimizers)
     for each in optimizers:
         check_kind(engine, each)
+    check_disk(engine, engine.slots, optimizers)
     engine.slots = []
+    engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // mesh.world)
     for spec in specs:
         meta.receive_values(slots[spec.name], mesh.device)
         keys = {slot: lane_key(slot.user, slot.owners, plan.precision) for slot in slots[spec.name]}
@@ -219,6 +233,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         engine.sync = before
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """With release=True: a backward inside reduces its gradients and adds them to the slices, without updating; the
+    next backward outside updates with the sum. Costs a slice of gradients, where no_sync keeps them whole."""
+    engine = _state(model).engine
+    before, engine.release.keeps = engine.release.keeps, True
+    try:
+        yield
+    finally:
+        engine.release.keeps = before
 
 
 @contextmanager
@@ -335,7 +361,7 @@ def report(model: nn.Module) -> dict[str, int]:
 
 
 __all__ = [
-    "clip_grad_norm_", "ema", "export", "full_params", "init_parameters", "iter_full", "join", "load_pretrained",
-    "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard", "sync_buffers", "total", "traffic",
-    "unshard",
+    "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters", "iter_full", "join",
+    "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard", "sync_buffers",
+    "total", "traffic", "unshard",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,124 @@ class Precision:
         )
 
 
+TIERS = ("device", "host", "disk")
+OFFLOADED = ("moments", "master", "grads", "compute")
+Share = tuple[tuple[str, float], ...]  # (tier, fraction of a role's bytes), in the order of TIERS
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where each role rests: on the "device", in pinned "host" memory or on "disk".
+
+    A role's place is one tier, or a mapping of fractions such as {"device": 0.5, "host": 0.5}, kept by whole lanes.
+    moments: the optimizer's state. master: what beside compute makes the exact weights. grads: between backward and
+    step. compute: what forward reads (stage 3). auto: moments and master are placed by what is free, the device
+    filled first.
+
+    update: where offloaded state is updated. "device" streams it through the accelerator, chunk by chunk, with the
+    bits of a run without offload; "host" runs the stock optimizer on the CPU, and sends gradients down and weights up.
+    folder: of the disk tier. device_budget, host_budget: bytes, or text such as "40GiB"; None is what is free.
+    chunk: elements streamed at a time; None: 16 million, or twice that for large models. threads: of an update on the host; None shares the cores among its ranks.
+    """
+
+    moments: Any = "host"
+    master: Any = "host"
+    grads: Any = "device"
+    compute: Any = "device"
+    update: str = "device"
+    folder: str | None = None
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    chunk: int | None = None
+    threads: int | None = None
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        for role in OFFLOADED:
+            object.__setattr__(self, role, _share(f"Offload.{role}", getattr(self, role)))
+        _one_of("Offload.update", self.update, ("device", "host"))
+        for name in ("device_budget", "host_budget"):
+            object.__setattr__(self, name, _nbytes(f"Offload.{name}", getattr(self, name)))
+        if self.folder is not None:
+            object.__setattr__(self, "folder", str(self.folder))
+        if self.folder is None and any(tier == "disk" for role in OFFLOADED for tier, _ in getattr(self, role)):
+            raise ValueError("Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...).")
+        for name in ("chunk", "threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"Offload.{name}={value!r}; give a whole number of at least 1.")
+        if self.chunk is not None and self.chunk % BLOCK_NUMEL:
+            raise ValueError(f"Offload.chunk={self.chunk}; give a multiple of {BLOCK_NUMEL} elements.")
+
+    @staticmethod
+    def parse(value: Any) -> Offload | None:
+        if value is None or isinstance(value, Offload):
+            return value
+        if isinstance(value, Mapping):
+            known = [field.name for field in dataclasses.fields(Offload)]
+            for name in value:
+                if name not in known:
+                    raise TypeError(f"zeor.Offload has no field {name!r}{nearest(str(name), known)}.")
+            return Offload(**value)
+        if value == "host":
+            return Offload()
+        if value == "auto":
+            return Offload(auto=True)
+        if value == "disk":
+            raise ValueError("offload='disk' needs a folder: offload=zeor.Offload('disk', 'disk', folder=...).")
+        raise ValueError(
+            f"offload={value!r} is not known{nearest(str(value), ['host', 'disk', 'auto'])}; use 'host', 'auto', a "
+            "zeor.Offload, or None."
+        )
+
+    @property
+    def away(self) -> bool:
+        """Whether anything may rest elsewhere than on the device."""
+        return self.auto or any(tier != "device" for role in OFFLOADED for tier, _ in getattr(self, role))
+
+    @property
+    def uses_disk(self) -> bool:
+        return any(tier == "disk" for role in OFFLOADED for tier, _ in getattr(self, role))
+
+
+BLOCK_NUMEL = 256  # elements that share a scale in the format int8; chunks are cut between them
+
+
+def _share(name: str, value: Any) -> Share:
+    if isinstance(value, tuple):
+        value = dict(value)
+    given = value if isinstance(value, Mapping) else {value: 1.0}
+    for tier, part in given.items():
+        if tier not in TIERS:
+            raise ValueError(
+                f"{name}={value!r}: {tier!r} is not a tier{nearest(str(tier), list(TIERS))}; use one of {list(TIERS)}."
+            )
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 <= part <= 1:
+            raise ValueError(f"{name}={value!r}: {part!r} is not a fraction; give numbers from 0 to 1.")
+    if abs(sum(given.values()) - 1) > 1e-6:
+        raise ValueError(f"{name}={value!r}: the fractions add up to {sum(given.values()):g}; let them add up to 1.")
+    return tuple((tier, float(given[tier])) for tier in TIERS if given.get(tier))
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _nbytes(name: str, value: Any) -> int | None:
+    """Bytes from a number or text such as "40GiB"."""
+    if value is None:
+        return None
+    text = str(value).strip().upper()
+    digits = text.rstrip("BKMGI ").strip()
+    unit = text[len(digits) :].strip()
+    try:
+        found = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        found = -1
+    if isinstance(value, bool) or found <= 0:
+        raise ValueError(f"{name}={value!r}; give bytes, as a number or as text such as '40GiB'.")
+    return int(found)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What `shard()` was asked for. See `zeor.shard` for the meaning of each field."""
@@ -71,6 +190,11 @@ class Plan:
     nonfinite: str = "warn"
     timeout: float = 600.0
     methods: tuple[str, ...] = ()
+    offload: Offload | None = None
+    moments: str = "exact"
+    release: bool = False
+    delay: int = 0
+    recompute: Any = False  # or True, "offload", or a tuple of classes and modules, which may hold "offload" too
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
@@ -83,6 +207,56 @@ class Plan:
             raise ValueError(f"prefetch={self.prefetch!r}; give how many units to gather ahead: 0, 1, 2, ...")
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r}; give the seconds a collective may take, more than 0.")
+        self._check_recompute()
+        self._check_update()
+
+    def _check_recompute(self) -> None:
+        wanted = self.recompute
+        if isinstance(wanted, tuple):  # modules and classes can be called; this file knows no more of them
+            fits = bool(wanted) and all(each == "offload" or callable(each) for each in wanted)
+        else:
+            fits = wanted is True or wanted is False or wanted == "offload"
+        if not fits:
+            raise ValueError(
+                f"recompute={wanted!r} is not known; use False, True, 'offload', or a list of modules or module "
+                "classes, which may hold 'offload' too."
+            )
+
+    def _check_update(self) -> None:
+        """What is said about the update fits together."""
+        _one_of("moments", self.moments, ("exact", "bf16", "int8"))
+        if self.release not in (True, False):
+            raise ValueError(f"release={self.release!r}; give True or False.")
+        if isinstance(self.delay, bool) or self.delay not in (0, 1):
+            raise ValueError(f"delay={self.delay!r}; an update is applied at once (0) or one step late (1).")
+        if self.release and self.delay:
+            raise ValueError("release=True updates inside backward, so it cannot be delayed; leave one of them out.")
+        if self.release and self.nonfinite in ("raise", "skip"):
+            raise ValueError(
+                f"release=True updates before all gradients are known, so nonfinite={self.nonfinite!r} cannot keep a "
+                "step from being taken; leave one of them out."
+            )
+        if self.offload is not None:
+            if self.delay and any(tier != "device" for tier, _ in self.offload.grads):
+                raise ValueError("With delay=1 gradients stay on the device; leave Offload.grads there.")
+            if self.stage < 3 and self._compute_is_away:
+                raise ValueError(f"Offload.compute is away, but at stage {self.stage} compute is whole; use stage=3.")
+            if self.offload.update == "host" and (self.delay or self.offload.uses_disk or self._compute_is_away):
+                raise ValueError(
+                    "Offload.update='host' goes with moments and master on the host and compute on the device, and "
+                    "without delay; leave the other out, or Offload.update."
+                )
+            if self.offload.update == "host" and self.moments != "exact":
+                raise ValueError(f"moments={self.moments!r} are updated on the device; leave out update='host'.")
+
+    @property
+    def _compute_is_away(self) -> bool:
+        return self.offload is not None and any(tier != "device" for tier, _ in self.offload.compute)
+
+    @property
+    def streams(self) -> bool:
+        """Whether updates go chunk by chunk beside the computation: see optim/streaming.py."""
+        return (self.offload is not None and self.offload.away) or self.moments != "exact" or self.delay > 0
 
     @staticmethod
     def parse(options: dict[str, Any]) -> Plan:
@@ -93,6 +267,9 @@ class Plan:
                 raise TypeError(f"zeor has no option {name!r}{nearest(name, [*known, 'units', 'mesh'])}.")
         options = dict(options)
         options["precision"] = Precision.parse(options.get("precision"))
+        options["offload"] = Offload.parse(options.get("offload"))
+        if isinstance(options.get("recompute"), (list, tuple)):
+            options["recompute"] = tuple(options["recompute"])
         methods = options.get("methods") or ()
         options["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if options.get("timeout") is None:
@@ -101,7 +278,10 @@ class Plan:
 
     def describe(self) -> dict[str, str]:
         """Field by field as text: what ranks compare."""
-        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        found = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        if isinstance(self.recompute, tuple):  # modules have long names
+            found["recompute"] = str([getattr(each, "__name__", type(each).__name__) for each in self.recompute])
+        return found
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -13,8 +13,9 @@ SMALL = ["--limit", "2", "--batch", "4", "--context", "64", "--layers", "2", "--
 
 
 @pytest.mark.long
-def test_gpt_pretraining_lowers_the_held_out_loss(tmp_path):
-    result = run(tmp_path, "gpt_pretrain", "--steps", "15", *SMALL)
+@pytest.mark.parametrize("more", [[], ["--chunked-loss", "--recompute", "offload"]], ids=["plain", "chunked"])
+def test_gpt_pretraining_lowers_the_held_out_loss(tmp_path, more):
+    result = run(tmp_path, "gpt_pretrain", "--steps", "15", *SMALL, *more)
     assert 10.5 < result["loss_before"] < 11.2  # log(50257) = 10.8: it knows nothing
     assert result["loss"] < result["loss_before"] - 1.5
 

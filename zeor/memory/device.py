@@ -161,6 +161,12 @@ class DeviceMemory:
         free, _ = self._module.mem_get_info(self._device)
         return int(free) + int(self._module.memory_reserved(self._device))
 
+    def limit(self, nbytes: int) -> None:
+        """This process must not take more: torch's allocator gives back what it caches before it would."""
+        if self._module is not None:
+            _, total = self._module.mem_get_info(self._device)
+            self._module.set_per_process_memory_fraction(min(1.0, nbytes / total), self._device)
+
     def now_nbytes(self) -> int:
         return 0 if self._module is None else int(self._module.memory_allocated(self._device))
 

@@ -141,8 +141,8 @@ class OnePass:
         part = slice(run.begin, run.end)
         assert master is not None
         values = None if master.format == "split" else master.values[part]
-        compute = None if master.format == "compute" else master.compute[part]
-        remainder = None if master.remainder is None else master.remainder[part]
+        compute = None if master.format == "compute" else master.compute.tensor[part]
+        remainder = None if master.remainder is None else master.remainder.tensor[part]
         moments = [self._flat[id(lane), name][part] for name in self._names()]
         if self._adam:
             adam = kernels.AdamRun(values, grad, moments[0], moments[1], compute, remainder)

@@ -8,7 +8,7 @@ of a parameter that is computed whole (owners.py), the whole stands where segmen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class Segments:
 
     def __init__(self, engine: Engine, optimizer: Optimizer, owners: Owners):
         self.engine, self.optimizer, self._owners = engine, optimizer, owners
+        self.resting: Callable[[Tensor], dict[str, Tensor]] = lambda param: {}  # state beside the optimizer's own
         self._of: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
         self._at: dict[int, Segment] = {}
         self.slots: dict[int, Slot] = {id(slot.user): slot for slot in engine.slots}
@@ -95,6 +96,8 @@ class Segments:
         """One parameter's state put together from all ranks; a collective."""
         slot, mine = self.slots[id(param)], self._of.get(id(param))
         state = dict(self.optimizer.state.get(mine, {})) if mine is not None else {}
+        resting = self.resting(param).items()
+        state.update({name: value.to(self.engine.mesh.device, copy=True) for name, value in resting})
         if slot.lane.grads is None or slot.lane.updates_whole or self.engine.mesh.world == 1:
             return state
         owned = self._owners.of(param)

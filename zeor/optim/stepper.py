@@ -8,7 +8,7 @@ Parameters of groups that need whole matrices follow, round by round, computed b
 
 from __future__ import annotations
 
-import types
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,21 +21,20 @@ from torch.optim import optimizer as torch_optimizer
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
-from zeor.optim import rounds
+from zeor.optim import kept, rounds
 from zeor.optim.checks import check_kind, check_parameters
 from zeor.optim.one_pass import OnePass
 from zeor.optim.owners import Owned, Owners
-from zeor.optim.pieces import Piece, pieces_of, put_piece, tensors_in
+from zeor.optim.patch import patch, unpatch
+from zeor.optim.pieces import Piece
 from zeor.optim.probe import raw_step
 from zeor.optim.rounds import Journey
 from zeor.optim.segments import Segments, master_gradient, settle_scales
+from zeor.optim.streaming import Streaming
 from zeor.runtime import events, settings
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot, Unit
-
-_REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
-_COUNTERS = ("step", "eta", "mu")  # state of one number per parameter, whatever its shape
 
 
 class Stepper:
@@ -50,10 +49,27 @@ class Stepper:
         self.segments = Segments(engine, optimizer, self.owners)
         self._raw_step = raw_step(optimizer)
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
+        self.streaming = self._streaming()
+        self.segments.resting = functools.partial(kept.resting, self)
+        kept.take_all(self)
         self._first = True
+        if engine.plan.release:
+            self._check_release()
+            engine.release.updates.append(self._release)
+            engine.release.waits.append(self._has_owners)
         engine.freezing.watch(self)
         engine.optimizers.append(optimizer)
-        self._patch()
+        self._instance_step = patch(self)
+
+    def _streaming(self) -> Streaming | None:
+        if not self.engine.plan.streams:
+            return None
+        if not self.separable:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot be called "
+                "for some of them at a time, as offload=, moments= and delay= need; leave those out."
+            )
+        return Streaming(self.engine, self.optimizer, self.segments)
 
     def _give_owners(self, groups: Iterable[int]) -> None:
         found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]
@@ -74,34 +90,15 @@ class Stepper:
         """Whether the optimizer may be called several times in one step, each time for some of its parameters."""
         return all(kind.separable for kind in self.kinds)
 
-    # ---- the user's object
-
-    def _patch(self) -> None:
-        optimizer, before = self.optimizer, self.optimizer.__dict__.get("step")
-
-        def step(_: Optimizer, closure: Callable | None = None) -> Any:
-            if before is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-            return self.step(closure)
-
-        if before is not None and hasattr(before, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self._instance_step = before
-        methods: dict[str, Callable[..., Any]] = {
-            "step": step,
-            "state_dict": lambda _: self.state_dict(),
-            "load_state_dict": lambda _, state_dict: self.load_state_dict(state_dict),
-            "add_param_group": lambda _, group: self.add_param_group(group),
-        }
-        for name, method in methods.items():
-            optimizer.__dict__[name] = types.MethodType(method, optimizer)
-
     def unpatch(self) -> None:
+        """The optimizer is the user's alone again."""
+        if self._release in self.engine.release.updates:
+            self.engine.release.updates.remove(self._release)
+            self.engine.release.waits.remove(self._has_owners)
+        if self.streaming is not None:
+            self.streaming.close()
         self.engine.optimizers.remove(self.optimizer)
-        for name in _REPLACED:
-            self.optimizer.__dict__.pop(name, None)
-        if self._instance_step is not None:
-            self.optimizer.__dict__["step"] = self._instance_step
+        unpatch(self.optimizer, self._instance_step)
 
     # ---- step
 
@@ -122,6 +119,8 @@ class Stepper:
             if not self._forbidden():
                 self._update_all()
             self.engine.end_step()
+            if self.streaming is not None:
+                self.streaming.end_step()
         if self._first:
             self._first = False
             trim_host_memory()
@@ -142,9 +141,15 @@ class Stepper:
     def _forbidden(self) -> bool:
         """Gradients are not finite and such steps are to be skipped."""
         if getattr(self.optimizer, "found_inf", None) is not None:
+            if self.engine.release.done:
+                raise RuntimeError(
+                    "GradScaler scales gradients that release=True has used up inside backward; leave release= out, or "
+                    "train in bf16, which needs no scaler."
+                )
             return False  # GradScaler has looked, and the optimizer heeds it
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return self.engine.nonfinite.forbids([self.segments.slots[id(param)] for param in params])
+        slots = [self.segments.slots[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
+        held = [slot for slot in slots if slot.lane.grads is None or not slot.lane.grads.released]
+        return self.engine.nonfinite.forbids(held)
 
     def _check_reduced(self) -> None:
         for slot in self.segments.slots.values():
@@ -155,6 +160,22 @@ class Stepper:
                     "run the last backward of each accumulation outside no_sync."
                 )
 
+    def _check_release(self) -> None:
+        if not self.separable:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot update unit "
+                "by unit inside backward; leave out release=True."
+            )
+
+    @torch.no_grad()
+    def _release(self, unit: Unit) -> None:
+        """A unit's gradients are there, inside backward: see Note [Release]."""
+        self._update([unit], bounded=True)
+
+    def _has_owners(self, unit: Unit) -> bool:
+        """Some of it is computed whole, by rounds that take all of its gradients together: in step()."""
+        return any(self.owners.of(slot.user) is not None for slot in unit.slots)
+
     def _run_hooks(self, when: str) -> None:
         """The user's step hooks, once per step, with the user's own parameters in the groups."""
         everyone = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks")
@@ -164,14 +185,17 @@ class Stepper:
 
     def _update_all(self) -> None:
         order = self.engine.step_order()
+        for lane in (lane for unit in order for lane in unit.lanes):
+            lane.catch_up()
         journeys = self._journeys()
         if not self.separable:
             self._update_together(order, journeys)
             return
         # A unit of both sorts is published once, by its last round.
         last = {member.slot.unit: journey for journey in journeys for member in journey.members}
+        released = self.engine.release.done
         for unit in order:
-            if self._update([unit]) and unit not in last:
+            if (self._update([unit]) or unit in released) and unit not in last:
                 self.engine.publish(unit)
 
         def done(journey: Journey) -> None:
@@ -201,7 +225,9 @@ class Stepper:
 
     # ---- segments
 
-    def _update(self, units: list[Unit], wholes: list[list[nn.Parameter]] | None = None) -> set[Unit]:
+    def _update(
+        self, units: list[Unit], wholes: list[list[nn.Parameter]] | None = None, bounded: bool = False
+    ) -> set[Unit]:
         """Gradients in, master out, for the segments of these units, and wholes that go with them (by group, of which
         this rank may have none); the units whose master has changed."""
         members = {id(slot.user): slot for unit in units for slot in unit.slots if self._has_gradient(slot)}
@@ -213,16 +239,24 @@ class Stepper:
             return set()
         for lane in lanes:
             lane.wait()  # an earlier publish nobody waited for (its reader) -> this update (the writer)
+        changed = {unit for unit in units if any(lane in lanes for lane in unit.lanes)}
+        if self.streaming is not None:
+            if self.streaming.auto is not None:
+                self.streaming.auto.before_update()
+            streamed = [lane for lane in lanes if self.streaming.takes(lane)]
+            self.streaming.update(work, streamed, bounded)
+            lanes = [lane for lane in lanes if lane not in streamed]
+            work = [[p for p in params if members[id(p)].lane in lanes] for params in work]
         if self.one_pass is not None and self.one_pass.takes(lanes):
             self.one_pass.update(work, lanes)
-        else:
+        elif lanes or wholes is not None:
             self._stock_update(work, lanes, wholes)
-        return {unit for unit in units if any(lane in lanes for lane in unit.lanes)}
+        return changed
 
     @staticmethod
     def _has_gradient(slot: Slot) -> bool:
         grads = slot.lane.grads
-        return grads is not None and grads.has[slot.index]
+        return grads is not None and grads.has[slot.index] and not grads.released
 
     def _stock_update(
         self, work: list[list[Tensor]], lanes: list[Lane], wholes: list[list[nn.Parameter]] | None
@@ -301,29 +335,11 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """The stock state dict over this rank's segments: it loads on the same world."""
-        self.engine.drain()
-        with self.segments.in_groups():
-            return type(self.optimizer).state_dict(self.optimizer)
+        return kept.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A state dict made by `state_dict` on this rank, or a plain one of whole parameters."""
-        order = [param for group in self.optimizer.param_groups for param in group["params"]]
-        state = {
-            key: self.segments.cut_state(order[key], value) if isinstance(key, int) else value
-            for key, value in state_dict["state"].items()
-        }
-        state = {k: v for k, v in state.items() if not isinstance(k, int) or self.segments.of(order[k]) is not None}
-        with self.segments.in_groups():
-            # The stock method makes new groups; the parameters in them become the user's own again.
-            kept = [group["params"] for group in self.optimizer.param_groups]
-            type(self.optimizer).load_state_dict(self.optimizer, {**state_dict, "state": state})
-            for group, params in zip(self.optimizer.param_groups, kept):
-                group["params"] = params
-        owner = {id(self.segments.of(param)): param for param in order}
-        for group in self.optimizer.param_groups:
-            group["params"] = [owner.get(id(param), param) for param in group["params"]]
-        if self.one_pass is not None:
-            self.one_pass.forget_state()
+        kept.load_state_dict(self, state_dict)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """A new group of the model's own parameters."""
@@ -337,14 +353,7 @@ class Stepper:
             self.one_pass = OnePass.for_optimizer(self.engine, self.optimizer, self.segments)
 
     def moments_nbytes(self) -> int:
-        """Bytes of state as allocated on this rank, an owner's matrices included; step counters are not counted."""
-        storages = {}
-        for mine in self.segments.all():
-            for name, state in self.optimizer.state.get(mine, {}).items():
-                for value in tensors_in(state):
-                    if name not in _COUNTERS and (value.dim() > 0 or value.shape == mine.shape):
-                        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return sum(storages.values())
+        return kept.moments_nbytes(self)
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each of the user's parameters, whole, on every rank; a collective."""
@@ -359,26 +368,16 @@ class Stepper:
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's state of every parameter, piece by piece; see optim/pieces.py."""
-        self.engine.drain()
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            mine = self.segments.of(param)
-            if mine is not None:
-                slot = self.segments.slots[id(param)]
-                yield from pieces_of(slot, mine, self.segments.at(param), self.optimizer.state.get(mine, {}))
+        return kept.pieces(self)
 
     def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:
         """State from pieces made by any number of ranks: of each, this rank takes what it keeps. `adopt`: nobody else
         holds them, so their memory may be kept."""
-        params = {self.segments.slots[id(p)].name: p for group in self.optimizer.param_groups for p in group["params"]}
-        for piece in pieces:
-            if piece.name not in params:
-                raise ValueError(
-                    f"There is state for {piece.name!r}, which {type(self.optimizer).__name__} does not hold; load it "
-                    "into an optimizer over the same parameters."
-                )
-            mine = self.segments.of(params[piece.name])
-            if mine is not None:
-                where = self.segments.at(params[piece.name])
-                put_piece(piece, mine, where, self.optimizer.state[mine], adopt)
-        if self.one_pass is not None:
-            self.one_pass.forget_state()
+        kept.put(self, pieces, adopt)
+
+    def clear_state(self) -> None:
+        """Every parameter begins anew."""
+        self.engine.drain()
+        self.optimizer.state.clear()
+        if self.streaming is not None:
+            self.streaming.moments.forget()

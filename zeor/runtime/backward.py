@@ -57,6 +57,7 @@ class Backward:
         if self.running:
             return
         self._engine.refuse_if_lent("backward() was called")
+        self._engine.release.check()
         self.recover()
         engine = self._engine
         mean = engine.counts.begins_mean
@@ -167,6 +168,11 @@ class Backward:
     def collect_direct(self, slot: Slot, grad: Tensor) -> None:
         """What reached a slice without a reduce: see Note [Direct gradients] in direct.py."""
         self.begin()
+        if self._engine.plan.release:
+            raise RuntimeError(
+                f"zeor.penalty brings the gradient of {slot.name!r} a part of its own at the end of backward, and "
+                "release=True uses gradients up before; leave one of them out."
+            )
         if slot.trains and slot.lane.grads is not None:
             slot.lane.grads.direct.collect(slot.index, grad)
             self._reducer.new.add(slot)
@@ -226,6 +232,8 @@ class Backward:
             self._engine.counts.end()
             self._fold_direct()
             self._engine.settings.check()
+            if self._engine.plan.release:
+                self._engine.release.finish()
         if not self._engine.playing:  # the ranks that compute announce what the user's hooks do
             for slot in reducer.had:
                 slot.grad_is_there()

@@ -48,7 +48,9 @@ from zeor.runtime.module_buffers import ModuleBuffers
 from zeor.runtime.nonfinite import NonFinite
 from zeor.runtime.norms import Norms
 from zeor.runtime.passes import Passes
+from zeor.runtime.places import Places
 from zeor.runtime.reduces import Reducer
+from zeor.runtime.release import Release
 from zeor.runtime.schedule import Action, Schedule
 from zeor.runtime.settings import Settings
 from zeor.runtime.unit import Slot, Unit
@@ -63,6 +65,7 @@ class Engine:
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
         self.column = STAGES[plan.stage]
         self.ledger = Ledger()
+        self.places = Places(plan, mesh)
         self.norms = Norms(mesh)
         self.units: list[Unit] = []
         self.slots: list[Slot] = []
@@ -98,7 +101,8 @@ class Engine:
 
     def make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
         """A lane of these parameters with rank 0's values."""
-        lane = Lane(key, values, self.column, self.mesh, self.ledger)
+        name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
+        lane = Lane(key, values, self.column, self.mesh, self.ledger, self.places.of_lane(name, key, values))
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         return lane
@@ -112,6 +116,9 @@ class Engine:
         self.backward = Backward(self, self.passes, self.reducer)
         self.freezing = Freezing(self)
         self.reducer.riders += [self.freezing, self.settings, self.counts]
+        self.release = Release(self)
+        if self.plan.release:
+            self.reducer.finished = self.release.finished
         self.nonfinite = NonFinite(self.mesh, self.norms, self.slots, self.plan.nonfinite)
         self.reducer.riders.append(self.nonfinite)
         self.ledger.reset_peak()
@@ -226,6 +233,7 @@ class Engine:
             self.drop_grads()  # the parts; the user's own stay
         if self.buffers is not None:
             self.buffers.step()
+        self.release.done.clear()
         self.passes.end_step()
         for unit in self.units:
             if unit.frees and not self.backward.running and self.forward.walk is None:
@@ -246,6 +254,9 @@ class Engine:
         """Wait for everything under way."""
         for unit in self.units:
             unit.wait()
+            for lane in unit.lanes:
+                if lane.master is not None:
+                    lane.master.settle()
 
     def nbytes(self) -> dict[str, int]:
         """Resident bytes on this rank by role, as allocated now (moments: see optim/)."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
     """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
     lane.wait()
-    source = lane.mine
+    source = lane.mine.to(engine.mesh.device)
     whole = lane.full.flat if not lane.frees else None
-    if lane.master is not None and any(slot.dtype != lane.key.compute_dtype for slot in slots):
+    if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
         # Compute is only a cast of what the user gave: the master is exact.
         lane.master.fetch()
         source = lane.master.values

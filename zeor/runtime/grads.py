@@ -20,32 +20,43 @@ from torch import Tensor
 
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
-from zeor.layout import LaneLayout
+from zeor.layout import LaneLayout, Segment
 from zeor.memory.buffers import Ledger, lasting
+from zeor.memory.master import Pending
+from zeor.memory.rest import LaneRest, Rest
 from zeor.memory.roles import MOVES, Column, Residency
 from zeor.runtime.direct import Direct
+from zeor.runtime.resting import WHOLE, RestingGrads
+from zeor.runtime.running_sum import RunningSum, wide
 
 
-class GradLane:
-    def __init__(self, layout: LaneLayout, reduce_dtype: torch.dtype, column: Column, mesh: Mesh, ledger: Ledger):
+class GradLane(RunningSum):
+    def __init__(
+        self,
+        layout: LaneLayout,
+        reduce_dtype: torch.dtype,
+        column: Column,
+        mesh: Mesh,
+        ledger: Ledger,
+        rest: LaneRest | None = None,
+    ):
         self.layout, self.reduce_dtype, self.column, self.mesh = layout, reduce_dtype, column, mesh
         self._ledger = ledger
         count = len(layout.shapes)
         self.buffer: Tensor | None = None  # where new gradients arrive; PARTIAL
         self.partial: Tensor | None = None  # what no_sync has summed so far; PARTIAL, fp32
-        self.sum: Tensor | None = None  # the running sum; SLICE or FULL as the column says
         self.adopts = mesh.world == 1 and not column.grad_buffer  # see Note [Adopted gradients]
-        self.parts: dict[int, Tensor] = {}  # the running sum by parameter, flat, where gradients are adopted
+        away = rest is not None and rest.tiers.grads != "device" and not column.grad_buffer
+        super().__init__(mesh, count, RestingGrads(rest) if away and rest is not None else None)
         self._aside: dict[int, Tensor] = {}  # new parts by parameter that came while the buffer was being sent
         self.direct = Direct()  # what needs no reduce
         self.arrived = [False] * count  # came from autograd in this backward
         self.pending = [False] * count  # came, and is not reduced yet
-        self.has = [False] * count  # the user has a gradient for this parameter
         self.expects = [True] * count  # it trains on this rank: see freezing.py
         self.trains = [True] * count  # it trains, as all ranks agree
-        self.scales: list[Tensor | float | None] = [None] * count
-        self.folds = 0  # how often remembered factors were multiplied in; norms from before that are stale
-        self._product: tuple | None = None
+        self.reader: Pending | None = None  # an update under way that reads the sum
+        self._stale: set[int] = set()  # parameters to be zero in the sum once nobody reads it
+        self.released = False  # used up inside backward: see release.py
         self._move: verbs.Move | None = None
         self._received: Tensor
         self._spread: verbs.Move | None = None  # the gather of a sum that rests FULL
@@ -56,22 +67,48 @@ class GradLane:
         if column.grad_buffer:
             self._open_buffer()
 
+    # ---- at rest
+
+    def put_away(self) -> None:
+        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another."""
+        if self.resting is None or self.resting or self.released or self.unreduced or self._move is not None:
+            return
+        held = dict(self._parts) if self.adopts else {} if self._sum is None else {WHOLE: self._sum}
+        if held:
+            own = {param: self.own(param) for param in (self._parts if self.adopts else self._own)}
+            self.resting.put(held, own, self.layout)
+            self._sum, self._parts = None, {}
+
     # ---- arrival
 
     def begin(self, kept: list[bool]) -> None:
         """A backward starts. `kept[i]`: the user still has parameter i's gradient, so add to it."""
         self.arrived = [False] * len(self.arrived)
+        self.settle_reader(wait=self.column.grad_buffer)
         for param, keep in enumerate(kept):
-            if self.has[param] and not keep:
+            if self.has[param] and (self.released or not keep):
                 self.drop(param)
+        self.released = False
         self.apply_scales()
+
+    def settle_reader(self, wait: bool = True) -> None:
+        """Before the sum is written: whoever reads it -> the writer."""
+        if self.reader is not None and (wait or self._stale):
+            self.reader.hold()
+        self.reader = None
+        stale, self._stale = self._stale, set()
+        for param in stale:
+            if self.adopts:
+                self.parts.pop(param, None)
+            elif param in self._where and self.sum is not None:
+                self.local(param).zero_()
 
     def collect(self, param: int, grad: Tensor, sync: bool) -> None:
         """Take one parameter's new gradient from autograd."""
         if grad.is_sparse:
             grad = grad.to_dense()
         if not sync and self.partial is None:
-            self.partial = self._allocate(_wide(self.reduce_dtype), "partial").zero_()
+            self.partial = self._allocate(wide(self.reduce_dtype), "partial").zero_()
         if self.adopts and self.partial is None:
             self._adopt(param, grad)
             return
@@ -99,7 +136,7 @@ class GradLane:
 
     def _adopt(self, param: int, grad: Tensor) -> None:
         new, kept = grad.to(self.reduce_dtype).contiguous().view(-1), self.parts.get(param)
-        self.parts[param] = new if kept is None else kept.to(_wide(kept.dtype)).add_(new)
+        self.parts[param] = new if kept is None else kept.to(wide(kept.dtype)).add_(new)
         self.arrived[param] = self.pending[param] = True
 
     def _open_buffer(self) -> Tensor:
@@ -167,7 +204,7 @@ class GradLane:
         self._ledger.give("receive", self._received)
         kept, self._kept = (self._kept, None) if self.column.grad_buffer else (self.sum, None)
         if kept is not None:
-            new = kept.to(_wide(kept.dtype)).add_(new)
+            new = kept.to(wide(kept.dtype)).add_(new)
         if not self.column.grad_buffer:
             self.sum = new
             self._release_buffer()
@@ -209,14 +246,7 @@ class GradLane:
     @property
     def reduced(self) -> bool:
         """There is a sum to be used."""
-        return not self.unreduced and (self.sum is not None or bool(self.parts))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the sum: wider than the reduce dtype once gradients were accumulated."""
-        if self.sum is not None:
-            return self.sum.dtype
-        return next(iter(self.parts.values())).dtype
+        return not self.unreduced and (bool(self.resting) or self._sum is not None or bool(self._parts))
 
     def local(self, param: int) -> Tensor:
         """This rank's part of one parameter's gradient, flat; empty where it holds none."""
@@ -236,45 +266,20 @@ class GradLane:
             return self.sum[:0]
         return self._own_part(self.sum)[segment.offset : segment.offset + segment.numel]
 
+    def at_rest(self, segment: Segment) -> tuple[Rest, int]:
+        """The memory an update reads a segment's gradient from, and which element of the lane it begins with."""
+        if self.resting:
+            return self.resting.rest(segment, self.adopts)
+        if self.adopts:
+            return Rest(self.parts[segment.param]), segment.offset
+        assert self.sum is not None
+        return Rest(self.sum), 0
+
     def own_parts(self) -> list[Tensor]:
         """All of this rank's slice, in as few tensors as it lies in."""
         if self.adopts:
             return list(self.parts.values())
         return [] if self.sum is None else [self._own_part(self.sum)]
-
-    def scale(self, param: int, factor: Tensor | float) -> None:
-        """Remember a factor; only one can be remembered, so a second is multiplied into the first."""
-        before = self.scales[param]
-        if before is None:
-            self.scales[param] = factor
-            return
-        # The same two factors for every parameter (unscale, then clip) stay one factor for the lane.
-        if self._product is None or self._product[0] is not before or self._product[1] is not factor:
-            self._product = (before, factor, before * factor)
-        self.scales[param] = self._product[2]
-
-    def apply_scales(self) -> None:
-        """Multiply what was only remembered into the sum, in fp32 at least."""
-        summed = self.sum is not None or bool(self.parts)
-        if self.partial is not None or not summed or all(s is None for s in self.scales):
-            return
-        self.widen()
-        for param, scale in enumerate(self.scales):
-            if scale is not None and self.has[param] and param in self._where:
-                self.local(param).mul_(scale)
-        self.scales = [None] * len(self.scales)
-        self.folds += 1
-
-    def common_scale(self) -> tuple[bool, Tensor | float | None]:
-        """(True, factor) when one remembered factor, or none, holds for every gradient of this lane."""
-        seen = {id(s): s for s, has in zip(self.scales, self.has) if has}
-        return (True, next(iter(seen.values()))) if len(seen) == 1 else (not seen, None)
-
-    def widen(self) -> None:
-        """Make the sum fp32 or wider: it is about to be changed by more than a sum of gradients."""
-        if self.sum is not None:
-            self.sum = self.sum.to(_wide(self.sum.dtype))
-        self.parts = {param: part.to(_wide(part.dtype)) for param, part in self.parts.items()}
 
     # ---- the end of a gradient's life
 
@@ -289,18 +294,29 @@ class GradLane:
             self._release_partial()
         if self.buffer is not None and not self.column.grad_buffer:
             self._release_buffer()
-        self.sum = self._kept = None
-        self.parts.clear()
+        self._kept = None
+        self._forget()
         self._aside.clear()
         self.direct = Direct()
         self.arrived, self.pending, self.has = ([False] * len(self.has) for _ in range(3))
         self.scales = [None] * len(self.has)
 
+    def release(self) -> None:
+        """It was used, and nobody needs it any more; to the user it is there until it is set to None."""
+        self.settle()
+        self._forget()
+        self.scales = [None] * len(self.has)
+        self.released = True
+
     def drop(self, param: int) -> None:
         """The user set this gradient to None."""
         self.has[param] = self.pending[param] = False
         self.scales[param] = None
-        for held in (self.parts, self._aside):
+        if not any(self.has):
+            self._forget()
+        elif self.resting:
+            self._stale.add(param)  # it is not brought back for that
+        for held in (self._parts, self._aside):
             held.pop(param, None)
         self.direct.drop(param)
         if self.partial is not None:
@@ -309,13 +325,17 @@ class GradLane:
                 self._release_partial()
         if not any(self.has):
             self.sum = None
+            self.released = False
+            self._stale.clear()
+        elif self.reader is not None or self.resting:
+            self._stale.add(param)
         elif self.sum is not None and param in self._where:
             self.local(param).zero_()
 
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
         found = {}
-        for tensor in (self.buffer, self.sum, *self.parts.values(), *self.direct.tensors()):
+        for tensor in (self.buffer, self._sum, *self._parts.values(), *self.direct.tensors()):
             if tensor is not None:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(found.values())
@@ -352,7 +372,3 @@ class GradLane:
         if self._buffer_is_transient:
             self._ledger.give("grad", self.buffer)
         self.buffer = None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

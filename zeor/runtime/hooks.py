@@ -36,6 +36,7 @@ from zeor.memory.device import autocast_on
 from zeor.runtime.engine import Engine
 from zeor.runtime.entries import Entry
 from zeor.runtime.outside import inside_backward
+from zeor.runtime.recompute import Recompute
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -83,6 +84,7 @@ class Hooks:
             self._add_module_hooks(unit)
         for entry in entries:
             self._add_entry(entry)
+        self.recompute = Recompute(engine.units, engine.plan.recompute, engine.mesh.device)
         self._param_handles = [collect_from(s.full, s) for s in engine.slots if s.lane.grads is not None]
         engine.freezing.watch(self)
         holders = {module for slot in engine.slots for module, _ in slot.owners}
@@ -91,6 +93,7 @@ class Hooks:
             self._handles.append(module.register_load_state_dict_post_hook(self._end_load))
 
     def remove(self) -> None:
+        self.recompute.take_off()
         for handle in (*self._handles, *self._param_handles):
             handle.remove()
         for names, name in self._methods:
@@ -101,6 +104,7 @@ class Hooks:
         self._param_handles += [collect_from(slot.full, slot) for slot in slots]
 
     def pause(self) -> None:
+        self.recompute.take_off()
         for handle in self._handles:
             for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
                 hooks = ref()
@@ -116,6 +120,7 @@ class Hooks:
             if isinstance(hooks, OrderedDict) and getattr(hook, "zeor_first", False):
                 hooks.move_to_end(key, last=False)
         self._paused.clear()
+        self.recompute.put()
 
     def _add_module_hooks(self, unit: Unit) -> None:
         module = unit.module

@@ -1,16 +1,23 @@
 """The lane: the parameters of one unit that share dtypes and trainability, in one flat buffer.
 
     full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
-    mine    compute dtype, this rank's slice                a part of `full`, or memory of its own where `full` is freed
+    mine    compute dtype, this rank's slice                a part of `full`; where that is freed, memory of its own
+                                                            on whatever tier it rests
     master  what the optimizer updates (fp32 or wider)      see memory/master.py; frozen: only where compute rounds
     grads   see grads.py; only where the lane is trainable
 
 Packs the user's parameters at construction and unpacks them at the end. Knows the mesh to start
 gathers with; decides nothing about when.
+
+Note [Delayed]
+~~~~~~~~~~~~~~
+With delay=1 an update runs while the next step computes, so it must not write what that step reads: the master
+then has a compute of its own beside the lane's. `catch_up()` copies it over, at the step after the next.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +29,10 @@ from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout, Segment, lay_out
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
-from zeor.memory.formats import cast_into, join_into
+from zeor.memory.formats import cast_into
+from zeor.memory.lines import current_mark
 from zeor.memory.master import Master
+from zeor.memory.rest import LaneRest, Rest, Store, Tiers
 from zeor.memory.roles import Column, Residency
 from zeor.runtime.grads import GradLane
 
@@ -40,20 +49,33 @@ class LaneKey:
 
 
 class Lane:
-    def __init__(self, key: LaneKey, params: Sequence[Tensor], column: Column, mesh: Mesh, ledger: Ledger):
+    def __init__(
+        self,
+        key: LaneKey,
+        params: Sequence[Tensor],
+        column: Column,
+        mesh: Mesh,
+        ledger: Ledger,
+        rest: LaneRest | None = None,
+    ):
         self.key, self.column, self.mesh = key, column, mesh
+        self.rest = rest or LaneRest(Tiers(), Store(None, mesh.device), "")
         self.layout: LaneLayout = lay_out([p.shape for p in params], mesh.world)
-        self.frees = column.compute is Residency.SLICE and mesh.world > 1
+        away = self.rest.tiers.compute != "device"
+        self.frees = column.compute is Residency.SLICE and (mesh.world > 1 or away)
         self.updates_whole = column.update is Residency.FULL
         self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
-        self.grads = GradLane(self.layout, key.reduce_dtype, column, mesh, ledger) if key.trainable else None
+        self.grads = (
+            GradLane(self.layout, key.reduce_dtype, column, mesh, ledger, self.rest) if key.trainable else None
+        )
         self.master: Master | None = None
+        self._lags: Master | None = None  # the master, where compute is one update behind it
         self._pack(params, ledger)
         self.full_params = [
             nn.Parameter(self.full.tensor(offset, shape), requires_grad=key.trainable)
             for offset, shape in zip(self.layout.offsets, self.layout.shapes)
         ]
-        self._move: verbs.Move | None = None
+        self._move: verbs.Move | Brought | None = None
 
     # ---- pack and unpack
 
@@ -70,28 +92,58 @@ class Lane:
         verbs.broadcast(self.mesh, flat, "broadcast of rank 0's parameters")
         if flat is not self.full.flat:
             cast_into(self.full.flat, flat)
-        self.mine = self.slice_of(self.full.flat)
-        if self.frees:
-            self.mine = lasting(self.mine.numel(), self.mine.dtype, self.mesh.device).copy_(self.mine)
-        if self.key.master_dtype is not None:
-            updated = self.full.flat if self.updates_whole else self.mine
-            if flat is self.full.flat:
-                values = updated
-            else:
-                values = flat if self.updates_whole or self.mesh.world == 1 else self.slice_of(flat).clone()
-            self.master = Master(values, updated, ledger)
+        self._settle(flat, ledger)
 
     def _pack_nothing(self, ledger: Ledger) -> None:
         """Zeros at rest. `full` is allocated but never written, so on a host it costs no page."""
+        self._settle(None, ledger)
+
+    def _settle(self, flat: Tensor | None, ledger: Ledger) -> None:
+        """Slices and the master where they rest, of the whole lane's values (None: zeros) in the master's dtype."""
         if self.frees:
-            self.mine = lasting(self.layout.slice_numel, self.key.compute_dtype, self.mesh.device)
+            self._mine = self.rest.make("compute", self.layout.slice_numel, self.key.compute_dtype, "compute")
+            if flat is not None:
+                self._mine.tensor.copy_(self.slice_of(self.full.flat))
         else:
-            self.mine = self.slice_of(self.full.flat)
-        if self.key.master_dtype is not None:
-            updated = self.full.flat if self.updates_whole else self.mine
-            same = self.key.master_dtype == updated.dtype
-            values = updated if same else lasting(updated.numel(), self.key.master_dtype, self.mesh.device)
-            self.master = Master(values, updated, ledger)
+            self._mine = Rest(self.slice_of(self.full.flat))
+        if self.key.master_dtype is None:
+            return
+        updated = Rest(self.full.flat) if self.updates_whole else self._mine
+        if flat is None and self.key.master_dtype != self.key.compute_dtype:
+            values = lasting(updated.tensor.numel(), self.key.master_dtype, self.mesh.device)
+        elif flat is None or flat is self.full.flat:
+            values = updated.tensor.to(self.mesh.device)
+        elif self.updates_whole or self.mesh.world == 1:
+            values = flat
+        else:
+            values = self.slice_of(flat).clone()
+        delayed = self.rest.delayed and self.key.trainable
+        if delayed:  # see Note [Delayed]
+            updated = Rest(torch.empty_like(updated.tensor, device=self.mesh.device))
+            if values.dtype == updated.dtype:
+                values = updated.tensor.copy_(values)
+        away = self.key.trainable and self.rest.tiers.master != "device"
+        home = functools.partial(self.rest.make, "master") if away else None
+        self.master = Master(values, updated, ledger, home, self.rest.wide and self.key.trainable)
+        self._lags = self.master if delayed else None
+
+    @property
+    def lags(self) -> bool:
+        """Compute is one update behind the master."""
+        return self._lags is not None
+
+    @property
+    def mine(self) -> Tensor:
+        """This rank's slice of compute; on the host where it rests there or on disk."""
+        return self._mine.tensor
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Forward reads what the last update left: see Note [Delayed]."""
+        if self._lags is not None:
+            self._lags.hold()  # the update -> this copy
+            into = self.full.flat if self.updates_whole else self.mine
+            into.copy_(self._lags.compute.tensor)
 
     def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
         """Parameters side by side; gaps, and parameters without values, are zero."""
@@ -121,6 +173,7 @@ class Lane:
         for segment in self.segments:
             if segment.param == param:
                 self._keep(segment.offset, flat[segment.start : segment.start + segment.numel])
+        self.catch_up()
 
     @torch.no_grad()
     def store_part(self, offset: int, values: Tensor) -> None:
@@ -129,6 +182,7 @@ class Lane:
         self.wait()
         flat = values.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
         self._keep(offset, flat)
+        self.catch_up()
 
     def _keep(self, offset: int, values: Tensor) -> None:
         if self.master is not None:
@@ -141,19 +195,32 @@ class Lane:
 
     def start_gather(self, label: str) -> None:
         """SLICE -> FULL; where compute rests FULL this is the publishing of updated slices."""
+        if self.master is not None and self._lags is None:
+            self.master.hold()  # update of the slice -> this gather
         if self.frees:
             self.full.inflate()
-        self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label)
+        if self._mine.away:
+            self._move = Brought(self, label)
+        else:
+            self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label)
 
     def wait(self) -> None:
+        if self.master is not None and self._lags is None:
+            self.master.hold()  # update of compute -> whoever reads it
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Nothing is being gathered."""
         if self._move is not None:
             self._move.wait()
             self._move = None
 
     def free(self) -> None:
-        self.wait()
         if self.frees:
+            self._arrive()  # an update of the slice, which is other memory, may go on
             self.full.free()
+        else:
+            self.wait()
 
     def retire(self) -> None:
         """Its parameters live in other lanes from now on. `full` is gathered and left to whoever still reads it: the
@@ -180,18 +247,14 @@ class Lane:
     def read_master(self, segment: Segment, into: Tensor) -> None:
         """One segment of the master, flat, into memory of the caller's; nothing else is fetched."""
         assert self.master is not None
-        begin, end = segment.offset, segment.offset + segment.numel
-        if self.master.remainder is not None:
-            join_into(into, self.master.compute[begin:end], self.master.remainder[begin:end])
-        else:
-            into.copy_(self.master.values[begin:end])
+        self.master.read(segment.offset, into)
 
     @torch.no_grad()
     def gather_master(self) -> Tensor:
         """The exact values of the whole lane, in memory of their own; a collective where they rest as slices."""
         self.wait()
         if self.master is None:
-            own, whole = self.mine, None if self.frees else self.full.flat
+            own, whole = self.mine.to(self.mesh.device), None if self.frees else self.full.flat
         else:
             self.master.fetch()
             own = self.master.values
@@ -226,7 +289,39 @@ class Lane:
     def nbytes(self) -> dict[str, int]:
         """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""
         return {
-            "compute": self.mine.untyped_storage().nbytes(),
+            "compute": self.mine.nbytes if self._mine.away else self.mine.untyped_storage().nbytes(),
             "master": self.master.nbytes() if self.master else 0,
             "grad": self.grads.nbytes() if self.grads else 0,
         }
+
+
+class Brought:
+    """A slice that rests elsewhere, on its way into the full buffer, and gathered there. As a verbs.Move."""
+
+    def __init__(self, lane: Lane, label: str):
+        self._lane, self._label = lane, label
+        self._line = lane.rest.store.fetches
+        self._read, self._source = None, lane.mine
+        file = lane._mine.file
+        if file is not None:
+            self._source = torch.empty_like(lane.mine, pin_memory=lane.mesh.device.type != "cpu")
+            self._read = file.read_async(0, self._source.numel(), self._source)
+        current_mark(lane.mesh.device).hold(self._line)  # earlier use of the buffer's memory -> this copy
+        if self._read is None:
+            self._copy()
+
+    def _copy(self) -> None:
+        lane = self._lane
+        with self._line():
+            own = lane.slice_of(lane.full.flat)
+            own.copy_(self._source, non_blocking=True)
+            self._gather = verbs.gather(lane.mesh, lane.full.flat, own, self._label)
+            self._mark = self._line.mark()
+
+    def wait(self) -> Tensor:
+        if self._read is not None:
+            self._read.result()
+            self._read = None
+            self._copy()
+        self._mark.hold()  # copy -> whoever reads the parameters
+        return self._gather.wait()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zeor.comm.mesh import Mesh
 from zeor.memory.device import Arriving
-from zeor.runtime.norms import Norms
+from zeor.runtime.norms import Norms, own_norms
 from zeor.runtime.unit import Slot
 
 log = logging.getLogger("zeor")
@@ -154,13 +154,15 @@ def _first_nonfinite(norms: Tensor) -> int | None:
 
 
 def _own_norms(slots: Sequence[Slot]) -> Tensor:
-    """The largest element of this rank's part of each gradient; zero where it holds none."""
-    parts = [slot.lane.grads.own(slot.index) for slot in slots]  # type: ignore[union-attr]
-    held = [part for part in parts if part.numel()]
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in held) else torch.float32
-    found = iter(torch._foreach_norm(held, math.inf, dtype=wide) if held else ())
-    none = torch.zeros((), device=parts[0].device, dtype=wide)
-    return torch.stack([next(found) if part.numel() else none for part in parts])
+    """The largest element of this rank's part of each gradient (of what rests elsewhere the norm of order 2); zero
+    where it holds none."""
+    grads = [(slot.lane.grads, slot.index) for slot in slots if slot.lane.grads is not None]
+    wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in grads) else torch.float32
+    none = torch.zeros((), device=slots[0].engine.mesh.device, dtype=wide)
+    away = own_norms([(each, param) for each, param in grads if each.resting], 2.0, none)
+    here = own_norms([(each, param) for each, param in grads if not each.resting], math.inf, none)
+    rested, held = iter(away), iter(here)
+    return torch.stack([next(rested) if each.resting else next(held) for each, _ in grads])
 
 
 def _first_bad_here(slots: Sequence[Slot]) -> Slot | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.runtime import events
+from zeor.runtime.grads import GradLane
 from zeor.runtime.unit import Slot
 
 
@@ -88,12 +89,9 @@ class Norms:
     def _compute(self, slots: list[Slot], ord: float) -> Tensor:
         grads = [slot.ready_grads() for slot in slots]
         wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-        parts = [g.own(slot.index) for slot, g in zip(slots, grads)]
-        held = [part for part in parts if part.numel()]
-        found = iter(torch._foreach_norm(held, ord, dtype=wide) if held else ())
         # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
         none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._mesh.device)
-        local = torch.stack([next(found) if part.numel() else none for part in parts])
+        local = torch.stack(own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none))
         if self._mesh.world == 1:
             return local
         if math.isinf(ord) or ord == 0:
@@ -109,6 +107,19 @@ class Norms:
         found_inf.copy_(torch.maximum(found_inf, bad))
         for slot in slots:
             slot.scale_grad(inv_scale)
+
+
+def own_norms(grads: Sequence[tuple[GradLane, int]], ord: float, none: Tensor) -> list[Tensor]:
+    """The norm of this rank's part of each gradient; `none` where it has no part. What rests elsewhere is not brought
+    back where its norm is known."""
+    known = [g.resting.norm(param, ord) if g.resting else None for g, param in grads]
+    parts = [none.new_empty(0) if norm is not None else g.own(param) for norm, (g, param) in zip(known, grads)]
+    held = [part for part in parts if part.numel()]
+    found = iter(torch._foreach_norm(held, ord, dtype=none.dtype) if held else ())
+    return [
+        norm.to(none.dtype) if norm is not None else next(found) if part.numel() else none
+        for norm, part in zip(known, parts)
+    ]
 
 
 def _places(slots: list[Slot]) -> list[int]:

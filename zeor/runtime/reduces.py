@@ -47,6 +47,7 @@ class Reducer:
         self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
         self._under_way: list[Unit] = []
         self.riders: list[Rider] = []
+        self.finished: Callable[[Unit], None] = lambda unit: None  # told of each unit whose sum is there
         self._unreduced: set[Slot] = set()  # had a gradient inside no_sync, on this rank, and nobody knows yet
         self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
         self.begin([], diverged=False, factor=1.0)
@@ -128,6 +129,10 @@ class Reducer:
                 lane.grads.finish_reduce(f"unit {unit.name!r}")
         self._under_way.remove(unit)
         self._record("finish", unit.index)
+        self.finished(unit)
+        for lane in unit.lanes:
+            if lane.grads is not None:
+                lane.grads.put_away()
 
     @property
     def told_count(self) -> int:
@@ -157,6 +162,8 @@ class Reducer:
         for position in range(self._next, reached):
             self._issue(self._units[self._order[position]])
         passed = set(self._order[:reached])
+        if any(late):
+            self._refuse_late(late)
         for unit in self._units:
             if late[unit.index] or (fresh[unit.index] and unit.index not in passed):
                 self._issue(unit, left=True)
@@ -169,6 +176,16 @@ class Reducer:
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.has[slot.index] = True
                 self.had.append(slot)
+
+    def _refuse_late(self, late: list[int]) -> None:
+        """A unit's gradients came again after they were reduced; where they are used up by then that is too late."""
+        for unit in self._units:
+            if late[unit.index] and any(lane.grads is not None and lane.grads.released for lane in unit.lanes):
+                raise RuntimeError(
+                    f"Gradients of unit {unit.name!r} came in two parts in one backward (checkpointing with "
+                    "use_reentrant=True over a unit that is used twice?), and release=True has used up the first; use "
+                    "use_reentrant=False, or leave release= out."
+                )
 
     def under_way(self) -> str:
         """For the label of what is waited for meanwhile: a rank that is missing is missing here too."""

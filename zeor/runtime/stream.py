@@ -146,7 +146,7 @@ def _fits(slots: Sequence[Slot], span_numel: int, max_nbytes: int, wanted: Wante
 def _source_dtype(lane: Lane, slots: Sequence[Slot], wanted: Wanted) -> torch.dtype:
     """What travels: compute where it is exact, else the master, of which compute is only a cast."""
     exact = lane.key.compute_dtype
-    if lane.master is not None and any(slot.dtype != exact or wanted(slot) != exact for slot in slots):
+    if lane.master is not None and (lane.lags or any(slot.dtype != exact or wanted(slot) != exact for slot in slots)):
         return lane.master.dtype
     return lane.key.compute_dtype
 
@@ -208,7 +208,8 @@ def _pieces(
 ) -> Iterator[tuple[int | None, int, int]]:
     """(rank that holds it, or None where every rank does; begin; end) in elements of the lane."""
     lane, part = group.lane, group.lane.layout.slice_numel
-    here = not lane.frees if source == lane.key.compute_dtype else lane.updates_whole or engine.mesh.world == 1
+    of_compute = source == lane.key.compute_dtype and not lane.lags
+    here = not lane.frees if of_compute else lane.updates_whole or engine.mesh.world == 1
     begin = group.begin
     while begin < group.end:
         rank = None if here else begin // part
@@ -219,7 +220,7 @@ def _pieces(
 
 def _read(lane: Lane, source: torch.dtype, begin: int, into: Tensor, whole: bool) -> None:
     """What this rank holds, from element `begin` of the whole lane or of its slice on."""
-    if source == lane.key.compute_dtype:
+    if source == lane.key.compute_dtype and not lane.lags:
         held = lane.full.flat if whole else lane.mine
         into.copy_(held[begin : begin + into.numel()])
     else:

@@ -169,11 +169,18 @@ class Slot(Held):
         """The lane's gradients, once they are reduced."""
         grads = self.lane.grads
         assert grads is not None
+        if grads.released:
+            raise RuntimeError(
+                f"The gradient of {self.name!r} was used and freed inside backward, as release=True asks for, so it "
+                "cannot be clipped, scaled or read; leave release= out for that (zeor.Offload(grads='host') keeps "
+                "gradients off the device)."
+            )
         if not grads.reduced:
             raise RuntimeError(
                 f"The gradient of {self.name!r} was computed inside zeor.no_sync and is not reduced yet; "
                 "run the last backward of the accumulation outside no_sync first."
             )
+        grads.settle_reader()
         return grads
 
     def read_grad(self) -> Tensor:

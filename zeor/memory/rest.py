@@ -1,0 +1,106 @@
+"""Rest: one flat array of a lane, and the tier it rests on.
+
+    device   a tensor beside the computation
+    host     a part of pinned blocks (host.py)
+    disk     a file (files.py), read and written past the page cache; `tensor` maps it for whoever is not in a hurry
+
+A `Store` makes them and owns what is behind them: one arena of host memory and one folder of one's own on disk. Where
+the computation is on the CPU the tiers are the same, so that everything can be tried without an accelerator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeor.memory.buffers import lasting
+from zeor.memory.files import DiskArray, DiskFolder
+from zeor.memory.host import HostArena
+from zeor.memory.lines import Line
+from zeor.plan import Offload
+
+
+class Rest:
+    """`tensor` holds all values, on the device or the host; on disk it is a map of the file."""
+
+    def __init__(self, tensor: Tensor, tier: str = "device", file: DiskArray | None = None):
+        self.tensor, self.tier, self.file = tensor, tier, file
+
+    @property
+    def away(self) -> bool:
+        return self.tier != "device"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+class Tiers(NamedTuple):
+    """Where the roles of one lane rest."""
+
+    compute: str = "device"
+    master: str = "device"
+    grads: str = "device"
+    moments: str = "device"
+
+    @property
+    def away(self) -> bool:
+        return any(tier != "device" for tier in self)
+
+
+class LaneRest(NamedTuple):
+    """How one lane rests: where, under which name, and what its update asks for."""
+
+    tiers: Tiers
+    store: Store
+    name: str
+    wide: bool = False  # the master is kept as it is, for an update on the host
+    delayed: bool = False  # forward reads what the last update but one left: see Note [Delayed] in runtime/lane.py
+
+    def make(self, role: str, numel: int, dtype: torch.dtype, what: str) -> Rest:
+        return self.store.make(getattr(self.tiers, role), numel, dtype, f"{self.name}-{what}")
+
+
+class Store:
+    """Makes arrays on tiers. Nothing is allocated before it is asked for."""
+
+    def __init__(self, offload: Offload | None, device: torch.device):
+        self._offload, self._device = offload, device
+        self._arena: HostArena | None = None
+        self._folder: DiskFolder | None = None
+        self.nbytes = {"device": 0, "host": 0, "disk": 0}
+        self.fetches, self.spills = Line(device), Line(device)  # host -> device, and back
+
+    def make(self, tier: str, numel: int, dtype: torch.dtype, name: str) -> Rest:
+        """An array of zeros."""
+        self.nbytes[tier] += numel * dtype.itemsize
+        if tier == "device" or numel == 0:
+            return Rest(lasting(numel, dtype, self._device), "device" if numel else tier)
+        if tier == "host":
+            return Rest(self.arena.take(numel, dtype), "host")
+        file = self.folder.array(name, numel, dtype)
+        return Rest(file.tensor, "disk", file)
+
+    @property
+    def arena(self) -> HostArena:
+        if self._arena is None:
+            self._arena = HostArena(pin=self._device.type != "cpu")
+        return self._arena
+
+    @property
+    def folder(self) -> DiskFolder:
+        if self._folder is None:
+            assert self._offload is not None and self._offload.folder is not None
+            self._folder = DiskFolder(self._offload.folder)
+        return self._folder
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None

@@ -1,0 +1,184 @@
+"""Automatic placement: the device is filled first, then the host, then the disk.
+
+Decided at the first update, when one forward (and, but for release=True, one backward) has shown what the model's own
+activations take: what is left of the device's memory, or of `device_budget`, goes to the state of as many lanes as
+fit, evenly along the model. After the second step the peak is compared with what was expected, and lanes are moved
+once if it is too high; the same after memory ran out. Each rank decides for itself: where state rests changes no bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeor.memory.device import DeviceMemory
+from zeor.memory.host import free_host_nbytes
+from zeor.memory.placement import Room, choose, size
+from zeor.optim.moments import moment_count, moment_itemsize
+from zeor.optim.windows import WINDOWS
+from zeor.runtime.engine import Engine
+from zeor.runtime.lane import Lane
+
+if TYPE_CHECKING:
+    from zeor.optim.streaming import Streaming
+
+HOST_SHARE = 0.95  # of what is free there: the rest is the system's and the loader's
+log = logging.getLogger("zeor")
+
+
+class Auto:
+    def __init__(self, engine: Engine, streaming: Streaming, optimizer: torch.optim.Optimizer, chunk_numel: int):
+        offload = engine.plan.offload
+        assert offload is not None
+        self._engine, self._streaming, self._offload = engine, streaming, offload
+        self._moments = moment_count(optimizer) * moment_itemsize(engine.plan.moments, torch.float32)
+        self._chunk_numel = chunk_numel
+        self._memory = DeviceMemory(engine.mesh.device)
+        if isinstance(offload.device_budget, int):
+            self._memory.limit(offload.device_budget)
+        self._steps = self._failures = 0
+        self._decided = self._moved = False
+        self._refuse_hopeless()
+
+    # ---- sizes
+
+    @property
+    def _lanes(self) -> list[Lane]:
+        """In the order they are used."""
+        units = self._engine.units
+        return [lane for unit in units for lane in unit.lanes if lane.grads is not None and lane.master is not None]
+
+    def _need(self, lane: Lane) -> int:
+        """Bytes of a lane's state: the moments, and the remainder where there is one."""
+        assert lane.master is not None
+        kept = 2 if lane.master.remainder is not None else 0
+        wide = lane.master.dtype.itemsize / 4 if self._engine.plan.moments == "exact" else 1
+        return int(lane.master.numel * (self._moments * wide + kept))
+
+    def _budget(self) -> int | None:
+        """Of the device; None where nobody says and nobody knows (on a CPU)."""
+        total = self._memory.total_nbytes()
+        budget = self._offload.device_budget
+        if isinstance(budget, int):
+            return budget if total is None else min(budget, total)
+        return total
+
+    def _window_nbytes(self) -> int:
+        return int(WINDOWS * self._chunk_numel * (self._moments + 2))
+
+    def _fixed_nbytes(self) -> int:
+        """What the device must hold whatever is placed where: compute, and gradients between backward and step."""
+        found = 0
+        for lane in self._lanes:
+            assert lane.grads is not None
+            found += 0 if lane.rest.tiers.compute != "device" else lane.mine.nbytes
+            if not self._engine.plan.release and lane.grads.resting is None:
+                found += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize
+        return found
+
+    def _refuse_hopeless(self) -> None:
+        """Before anything of the state is allocated."""
+        budget = self._budget()
+        if budget is None:
+            return
+        fixed = self._fixed_nbytes()
+        if fixed + self._window_nbytes() > budget:
+            raise ValueError(
+                f"Compute and gradients alone take {size(fixed)} on the device and the window for offloaded state "
+                f"{size(self._window_nbytes())}, but the budget is {size(budget)}; allow more, use release=True or "
+                "zeor.Offload(grads='host', compute='host'), a smaller chunk=, or more ranks."
+            )
+        choose([self._need(lane) for lane in self._lanes], self._room(budget - fixed - self._window_nbytes()))
+
+    def _room(self, device_nbytes: int) -> Room:
+        free = free_host_nbytes()
+        host = 1 << 62 if free is None else int(HOST_SHARE * free)
+        if isinstance(self._offload.host_budget, int):
+            host = min(host, self._offload.host_budget)
+        disk = 0 if self._offload.folder is None else int(0.98 * shutil.disk_usage(self._offload.folder).free)
+        return Room(device_nbytes, host, disk)
+
+    # ---- deciding
+
+    def before_update(self) -> None:
+        """Something is about to be updated."""
+        if not self._decided:
+            self._decided = True
+            self._decide()
+
+    def after_step(self) -> None:
+        self._steps += 1
+        failed = self._memory.failures() > self._failures
+        budget = self._budget()
+        if budget is not None and not self._moved and (failed or self._steps == 2):
+            over = self._memory.peak_nbytes() + self._margin(budget) // 2 - budget
+            if failed:
+                over = max(over, budget // 20)
+            if over > 0 and self._memory.total_nbytes() is not None:
+                self._moved = True
+                self._relieve(over)
+        self._failures = self._memory.failures()
+
+    def _margin(self, budget: int) -> int:
+        """For what was not seen yet: holes between blocks, and with release=True the rest of backward."""
+        if self._memory.total_nbytes() is None:
+            return 0
+        rest = 0
+        if self._engine.plan.release:
+            rest = 2 * max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._engine.units)
+        return int(0.025 * budget) + rest
+
+    def _decide(self) -> None:
+        budget = self._budget()
+        lanes = self._lanes
+        if budget is None:
+            tiers = ["device"] * len(lanes)
+        else:
+            resting = sum(map(_held_nbytes, lanes))
+            used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
+            room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
+            tiers = choose([self._need(lane) for lane in lanes], room)
+        for lane, tier in zip(lanes, tiers):
+            self._place(lane, tier)
+        self._memory.give_back()
+        self._say(tiers, budget)
+
+    def _place(self, lane: Lane, tier: str) -> None:
+        assert lane.master is not None
+        lane.rest = lane.rest._replace(tiers=lane.rest.tiers._replace(master=tier, moments=tier))
+        if lane.master.remainder is not None and lane.master.remainder.tier != tier:
+            made = lane.rest
+            lane.master.move(lambda numel, dtype, what: made.make("master", numel, dtype, what))
+        self._streaming.moments.move(lane)
+
+    def _relieve(self, nbytes: int) -> None:
+        """More than was expected is used: lanes off the device until it is less by so much."""
+        moved = 0
+        self._engine.drain()
+        for lane in self._lanes[::2] + self._lanes[1::2]:
+            if moved < nbytes and lane.rest.tiers.moments == "device":
+                self._streaming.adopt(lane)
+                self._place(lane, "host")
+                moved += self._need(lane)
+        self._memory.give_back()
+        log.info("offload=auto: %s too much were used; %s of state moved to the host", size(nbytes), size(moved))
+
+    def _say(self, tiers: list[str], budget: int | None) -> None:
+        if self._engine.mesh.rank != 0:
+            return
+        held = {tier: sum(self._need(x) for x, t in zip(self._lanes, tiers) if t == tier) for tier in Room._fields}
+        told = ", ".join(f"{tiers.count(t)} lanes ({size(n)}) on the {t}" for t, n in held.items() if n)
+        expected = ""
+        if budget is not None and self._memory.total_nbytes() is not None:
+            used = self._memory.peak_nbytes() + held["device"] + self._window_nbytes()
+            expected = f"; expected on the device at most {size(used)} of {size(budget)}"
+        log.info("offload=auto: %s%s", told or "nothing to place", expected)
+
+
+def _held_nbytes(lane: Lane) -> int:
+    """Of a lane's state on the device before it is placed: the remainder."""
+    remainder = None if lane.master is None else lane.master.remainder
+    return 0 if remainder is None or remainder.away else remainder.nbytes

@@ -1,0 +1,180 @@
+"""What is done to one chunk once it is there: the one-pass kernel, or the optimizer's own step over a stand-in.
+
+A chunk is a part of a run: neighbouring segments that are updated alike. Both ways read and write the tensors they are
+given by name (compute, remainder or master, grad, moments and their scales) and know nothing of where those rest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeor.layout import Segment
+from zeor.memory import small
+from zeor.memory.formats import cast_into, join_into, split_into
+from zeor.memory.lines import Line
+from zeor.optim import kernels
+from zeor.optim.moments import UNSIGNED, Moments, is_moment
+from zeor.optim.patch import REPLACED
+from zeor.optim.probe import raw_step
+from zeor.runtime.lane import Lane
+
+
+class Run:
+    """Neighbouring elements [begin, end) of a lane updated alike: one segment, or several where no bit changes."""
+
+    def __init__(self, group: int, where: Segment, segment: nn.Parameter, age: int):
+        self.group, self.where, self.age = group, where, age
+        self.begin, self.end = where.offset, where.offset + where.numel
+        self.segments = [segment]
+
+    def takes(self, other: Run) -> bool:
+        if self.end == other.begin and (self.group, self.age) == (other.group, other.age):
+            self.end = other.end
+            self.segments += other.segments
+            return True
+        return False
+
+
+class ChunkSteps:
+    def __init__(self, optimizer: Optimizer, moments: Moments, line: Line):
+        self._optimizer, self._moments, self._line = optimizer, moments, line
+        self._raw_step = raw_step(optimizer)
+        self.adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+    def pass_names(self) -> tuple[str, ...]:
+        if self.adam:
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if any(group["momentum"] for group in self._optimizer.param_groups) else ()
+
+    def age(self, segment: nn.Parameter) -> int:
+        """Steps taken so far, as far as the pass must know."""
+        state = self._optimizer.state[segment]
+        if self.adam:
+            return int(state.setdefault("step", torch.zeros(())))
+        return int("momentum_buffer" in self._moments.names(segment))
+
+    # ---- the one-pass kernel
+
+    def pass_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
+        group, names = groups[run.group], self.pass_names()
+        if self.adam:
+            torch._foreach_add_([self._optimizer.state[segment]["step"] for segment in run.segments], 1.0)
+            settings = kernels.AdamSettings.from_group(self._optimizer, group)
+        else:
+            sgd_settings = kernels.SGDSettings.from_group(group)
+        for segment in run.segments:
+            self._moments._names[segment] = list(names)
+
+        def chunk_step(lane: Lane, begin: int, end: int, scale: Tensor | float | None, at: dict[str, Tensor]) -> None:
+            assert lane.master is not None
+            compute = None if lane.master.format == "compute" else at["compute"]
+            weights = (at.get("master"), at["grad"])
+            if self.adam:
+                scales = [at.get(f"{name} scales") for name in names]
+                adam = kernels.AdamRun(*weights, at["exp_avg"], at["exp_avg_sq"], compute, at.get("remainder"), *scales)
+                kernels.adam_pass(adam, settings, run.age + 1, scale)  # type: ignore[arg-type]
+            else:
+                sgd = kernels.SGDRun(*weights, at.get("momentum_buffer"), compute, at.get("remainder"))
+                kernels.sgd_pass(sgd, sgd_settings, run.age == 0, scale)  # type: ignore[arg-type]
+            if isinstance(scale, Tensor):
+                self._line.uses(scale)
+
+        return chunk_step
+
+    # ---- the optimizer's own step
+
+    def stock_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
+        """One segment. A stand-in of the optimizer steps, so that the user's own is not touched meanwhile; counters
+        are the same before each chunk, and those of the last are kept."""
+        (segment,) = run.segments
+        counters = dict(self._optimizer.state.get(segment, {}))
+        names = list(self._moments.names(segment))
+        group = groups[run.group]
+        stand_in = object.__new__(type(self._optimizer))
+        vars(stand_in).update({key: value for key, value in vars(self._optimizer).items() if key not in _OWN})
+
+        def chunk_step(lane: Lane, begin: int, end: int, scale: Tensor | float | None, at: dict[str, Tensor]) -> None:
+            master = lane.master
+            assert master is not None
+            values = at.get("master")
+            if values is None:
+                values = torch.empty(end - begin, dtype=master.dtype, device=at["compute"].device)
+                join_into(values, at["compute"], at["remainder"])
+            param = nn.Parameter(values)
+            param.grad = _wide_gradient(at["grad"], values, scale)
+            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in counters.items()}
+            state.update({name: self._decoded(at, name) for name in names})
+            stand_in.state = defaultdict(dict, {param: state})
+            stand_in.param_groups = [{**group, "params": [param]}]
+            self._raw_step(stand_in)
+            self._keep(lane, run, begin, end, at, stand_in.state[param])
+            if "remainder" in at:
+                split_into(at["compute"], at["remainder"], values)
+            elif "compute" in at:
+                cast_into(at["compute"], values)
+            if end == run.end:
+                self._optimizer.state[segment] = {
+                    key: value for key, value in stand_in.state[param].items() if not is_moment(key, value, param)
+                }
+
+        return chunk_step
+
+    @staticmethod
+    def _decoded(at: dict[str, Tensor], name: str) -> Tensor:
+        codes = at[name]
+        if codes.dtype in (torch.float32, torch.float64):
+            return codes
+        values = torch.empty(codes.shape, device=codes.device)
+        small.decode_into(values, codes, at.get(f"{name} scales"))
+        return values
+
+    def _keep(
+        self, lane: Lane, run: Run, begin: int, end: int, at: dict[str, Tensor], state: dict[str, Any]
+    ) -> None:
+        """The moments of a chunk after its step, back into their format. Those that are new begin to rest."""
+        (segment,) = run.segments
+        for name, value in state.items():
+            if not (type(value) is Tensor and value.is_floating_point() and value.dim() > 0):
+                continue
+            if name not in at:
+                self._begin(lane, run, begin, end, name, value)
+            elif at[name].data_ptr() != value.data_ptr():
+                _encode(at[name], at.get(f"{name} scales"), value, name)
+            if name not in self._moments.names(segment):
+                self._moments.names(segment).append(name)
+
+    def _begin(self, lane: Lane, run: Run, begin: int, end: int, name: str, value: Tensor) -> None:
+        """A first step made this state: write it to where it rests from now on."""
+        moment = self._moments.need(lane, name, value.dtype)
+        codes, scales = moment.codes.tensor[begin:end], None
+        if moment.scales is not None:
+            scales = moment.scales.tensor[self._moments.scale_range(lane, run.where, begin, end)]
+        made = torch.empty_like(codes, device=value.device)
+        made_scales = None if scales is None else torch.empty_like(scales, device=value.device)
+        _encode(made, made_scales, value, name)
+        codes.copy_(made)
+        if scales is not None and made_scales is not None:
+            scales.copy_(made_scales)
+
+
+_OWN = (*REPLACED, "state", "param_groups")
+
+
+def _encode(codes: Tensor, scales: Tensor | None, value: Tensor, name: str) -> None:
+    if codes.dtype == value.dtype:
+        codes.copy_(value)
+    else:
+        small.encode_into(codes, scales, value.float(), name not in UNSIGNED)
+
+
+def _wide_gradient(grad: Tensor, values: Tensor, scale: Tensor | float | None) -> Tensor:
+    """In the master's dtype; memory of its own where it is changed."""
+    if scale is not None:
+        return grad.to(values.dtype, copy=True).mul_(scale)
+    return grad.to(values.dtype)

@@ -1,0 +1,307 @@
+"""Streaming: the update of lanes of which something rests elsewhere or in a small format, chunk by chunk.
+
+    fetch -> decode -> step -> encode -> spill
+
+Nothing of a lane's state is ever on the device as a whole: a chunk at a time goes through a window (windows.py). The
+step is the one-pass kernel where it runs, else the optimizer's own step over a stand-in for the chunk; both do to each
+element what they do without offload, so the bits are the same. On an accelerator everything queues up beside the
+computation and the host goes on; a lane whose state is on disk is driven by a thread. Whoever reads the lane next
+waits for it: see Update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeor.memory.lines import Mark, current_mark
+from zeor.optim import kernels
+from zeor.optim.auto import Auto
+from zeor.optim.chunk_steps import ChunkSteps, Run
+from zeor.optim.host_update import HostChunk, HostUpdate, fused_group
+from zeor.optim.moments import Moments
+from zeor.optim.segments import Segments
+from zeor.optim.windows import Part, Windows
+from zeor.runtime.engine import Engine
+from zeor.runtime.lane import Lane
+
+LARGE_NUMEL = 8 * 10**9  # elements on one rank
+IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds what a slow link can pile up
+
+
+class Update:
+    """A lane's update under way. `hold`: the computation waits for it. `wait`: the host does."""
+
+    def __init__(self, job: Future | None, updated: Mark, spilled: Mark, compute_away: bool):
+        self._job, self.updated, self.spilled = job, updated, spilled
+        self._compute_away, self._held = compute_away, False
+
+    def hold(self) -> None:
+        if not self._held:
+            self._finish_job()
+            (self.spilled if self._compute_away else self.updated).hold()
+            self._held = True
+
+    def wait(self) -> None:
+        self._finish_job()
+        self.spilled.wait()
+        self.hold()
+
+    def _finish_job(self) -> None:
+        if self._job is not None:
+            self.updated, self.spilled = self._job.result()
+            self._job = None  # not before: what has failed half-way must fail for everybody who asks
+
+
+class Streaming:
+    def __init__(self, engine: Engine, optimizer: Optimizer, segments: Segments):
+        self.engine, self._optimizer, self._segments = engine, optimizer, segments
+        plan = engine.plan
+        self.moments = Moments(optimizer, plan.moments)
+        self._always = plan.moments != "exact" or plan.delay > 0
+        self._chunk_numel = chunk_numel(engine)
+        self._windows = Windows(engine.mesh.device)
+        self._host: HostUpdate | None = None
+        if plan.offload is not None and plan.offload.update == "host":
+            self._host = HostUpdate(engine.mesh.device, self._chunk_numel, plan.offload.threads)
+        self._pump: ThreadPoolExecutor | None = None
+        self._in_flight: deque[Update] = deque()
+        self.auto: Auto | None = None
+        if plan.offload is not None and plan.offload.auto:
+            self.auto = Auto(engine, self, optimizer, self._chunk_numel)
+        self._steps = ChunkSteps(optimizer, self.moments, self._windows.updates)
+
+    def takes(self, lane: Lane) -> bool:
+        """Whether this lane is updated here."""
+        assert lane.master is not None
+        return self._always or lane.rest.tiers.away or lane.master.away
+
+    def adopt(self, lane: Lane) -> None:
+        """A lane that was updated without streaming is from now on: its moments come to rest here."""
+        for slot in (slot for unit in self.engine.units for slot in unit.slots if slot.lane is lane):
+            segment = self._segments.of(slot.user)
+            if segment is not None:
+                self.moments.take(lane, self._segments.at(slot.user), segment)
+
+    # ---- one lane
+
+    def update(self, work: list[list[Tensor]], lanes: list[Lane], bounded: bool = False) -> None:
+        """`work`: the user's parameters by group. `bounded`: inside backward, where gradients must not pile up."""
+        groups = [_frozen(group) for group in self._optimizer.param_groups]  # a scheduler may go on at once
+        for lane in lanes:
+            assert lane.master is not None
+            earlier = lane.master.pending
+            if isinstance(earlier, Update):
+                earlier.hold()
+                earlier.spilled.hold(self._windows.fetches)  # copies back, a step ago -> copies of the same memory
+            lane.master.pending = None
+            if self._host is not None and lane.rest.wide:
+                lane.master.pending = self._start_on_host(lane, work, groups, earlier)
+            else:
+                chunks, step = self._prepare(lane, self._runs(lane, work), groups, self._scale(lane))
+                lane.master.pending = self._start(lane, chunks, step)
+            if lane.grads is not None:
+                lane.grads.reader = lane.master.pending
+            if bounded:
+                self._bound(lane.master.pending)  # type: ignore[arg-type]
+
+    def _start(self, lane: Lane, chunks: list[list[Part]], step: Callable[[int, dict[str, Tensor]], None]) -> Any:
+        """Queue a lane's chunks: here, or in the thread that waits for files."""
+        away = [part.rest for chunk in chunks for part in chunk if part.rest.away]
+        if not away:
+            for number, chunk in enumerate(chunks):
+                step(number, {part.name: part.home for part in chunk})
+            return None
+        windows, ready = self._windows, current_mark(self.engine.mesh.device)
+        compute_away = lane.master is not None and lane.master.compute.away
+
+        def run() -> tuple[Mark, Mark]:
+            ready.hold(windows.updates)  # gradients, and the last readers of compute -> the update
+            windows.run(chunks, step)
+            return windows.updates.mark(), windows.spills.mark()
+
+        if not any(rest.file is not None for rest in away) and self._pump is None:
+            return Update(None, *run(), compute_away)
+
+        def job() -> tuple[Mark, Mark]:
+            marks = run()
+            windows.finish()
+            return marks
+
+        return Update(self._submit(job), Mark(), Mark(), compute_away)
+
+    def _submit(self, job: Callable[[], tuple[Mark, Mark]]) -> Future:
+        """To be done by the one thread beside the loop, in order."""
+        if self._pump is None:
+            self._pump = ThreadPoolExecutor(1, "zeor-offload")
+        device = self.engine.mesh.device
+
+        def run() -> tuple[Mark, Mark]:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device.index or 0)
+            with torch.no_grad():
+                return job()
+
+        return self._pump.submit(run)
+
+    def _start_on_host(
+        self, lane: Lane, work: list[list[Tensor]], groups: list[dict[str, Any]], earlier: Any
+    ) -> Update:
+        """The stock step over the host's memory: see host_update.py."""
+        host, master = self._host, lane.master
+        assert host is not None and master is not None and master.own is not None and lane.grads is not None
+        chunks: list[HostChunk] = []
+        scale = self._scale(lane)
+        for run in self._runs(lane, work):
+            rest, first = lane.grads.at_rest(run.where)
+            step = self._steps.stock_over(run, [fused_group(group) for group in groups])
+            for begin, end in _ranges(run.begin, run.end, self._chunk_numel):
+                own = master.own.tensor[begin:end]
+                at = {"master": own}
+                for name in self.moments.names(run.segments[0]):
+                    at[name] = self.moments.need(lane, name).codes.tensor[begin:end]
+                do = functools.partial(_step_on_host, functools.partial(step, lane, begin, end, None), at)
+                compute = master.compute.tensor[begin:end]
+                chunks.append(HostChunk(begin, end, rest, begin - first, own, compute, scale, do))
+        ready = current_mark(self.engine.mesh.device)
+
+        def job() -> tuple[Mark, Mark]:
+            if isinstance(earlier, Update):
+                earlier.wait()  # weights on their way up -> new values for them
+            done = host.run(chunks, ready)
+            return done, done
+
+        return Update(self._submit(job), Mark(), Mark(), compute_away=False)
+
+    def _bound(self, update: Update | None) -> None:
+        if update is not None:
+            self._in_flight.append(update)
+        while len(self._in_flight) > IN_FLIGHT:
+            earlier = self._in_flight.popleft()
+            earlier._finish_job()
+            earlier.updated.wait()
+
+    def _scale(self, lane: Lane) -> Tensor | float | None:
+        """The factor to multiply gradients by; several different ones are multiplied in here."""
+        grads = lane.grads
+        assert grads is not None
+        common, factor = grads.common_scale()
+        if not common:
+            grads.apply_scales()
+        if not common or factor is None or not self._by_pass(lane):
+            return factor if common else None
+        return torch.as_tensor(factor, dtype=torch.float32).to(lane.mesh.device, non_blocking=True)
+
+    # ---- chunks
+
+    def _runs(self, lane: Lane, work: list[list[Tensor]]) -> list[Run]:
+        """This lane's segments in the order of memory, merged where one launch may do for several."""
+        found: list[Run] = []
+        for group, params in enumerate(work):
+            for param in params:
+                segment = self._segments.of(param)
+                if segment is not None and self._segments.slots[id(param)].lane is lane:
+                    where = self._segments.at(param)
+                    self.moments.take(lane, where, segment)
+                    found.append(Run(group, where, segment, self._steps.age(segment) if self._by_pass(lane) else 0))
+        assert lane.grads is not None
+        merges = self._by_pass(lane) and self.moments.format != "int8" and not lane.grads.adopts
+        runs: list[Run] = []
+        for run in sorted(found, key=lambda each: each.begin):
+            if not (merges and runs and runs[-1].takes(run)):
+                runs.append(run)
+        return runs
+
+    def _by_pass(self, lane: Lane) -> bool:
+        """The one-pass kernel runs here, does this optimizer's arithmetic, and knows the format."""
+        if self._host is not None and lane.rest.wide:
+            return False
+        if lane.master is None or lane.master.dtype != torch.float32:
+            return False
+        if self.engine.plan.kernel == "stock" or getattr(self._optimizer, "found_inf", None) is not None:
+            return False
+        if kernels.unavailable_reason(self.engine.mesh.device) is not None:
+            return False
+        sgd = isinstance(self._optimizer, torch.optim.SGD) and self.moments.format == "exact"
+        if not self._steps.adam and not sgd:
+            return False
+        return not any(kernels.supports(self._optimizer, group) for group in self._optimizer.param_groups)
+
+    def _prepare(
+        self, lane: Lane, runs: list[Run], groups: list[dict[str, Any]], scale: Tensor | float | None
+    ) -> tuple[list[list[Part]], Callable[[int, dict[str, Tensor]], None]]:
+        """The chunks of a lane, and what to do with each once it is there."""
+        by_pass = self._by_pass(lane)
+        chunks: list[list[Part]] = []
+        steps: list[Callable[[dict[str, Tensor]], None]] = []
+        for run in runs:
+            chunk_step = self._steps.pass_over(run, groups) if by_pass else self._steps.stock_over(run, groups)
+            ranges = list(_ranges(run.begin, run.end, self._chunk_numel))
+            for begin, end in ranges:
+                chunks.append(self._parts(lane, run, begin, end, by_pass))
+                steps.append(functools.partial(chunk_step, lane, begin, end, scale))
+        return chunks, lambda number, tensors: steps[number](tensors)
+
+    def _parts(self, lane: Lane, run: Run, begin: int, end: int, by_pass: bool) -> list[Part]:
+        master, grads = lane.master, lane.grads
+        assert master is not None and grads is not None
+        # Where the master is kept beside it, compute is written only.
+        parts = [
+            Part(name, rest, begin, end, reads=not (name == "compute" and master.format == "wide"))
+            for name, rest in master.arrays().items()
+        ]
+        names = self._steps.pass_names() if by_pass else self.moments.names(run.segments[0])
+        for name in names:
+            moment = self.moments.need(lane, name)
+            parts.append(Part(name, moment.codes, begin, end))
+            if moment.scales is not None:
+                scales = self.moments.scale_range(lane, run.where, begin, end)
+                parts.append(Part(f"{name} scales", moment.scales, scales.start, scales.stop))
+        if grads.resting is not None:
+            grads.resting.spilled.hold(self._windows.fetches)  # its copy out, in backward -> its copy in
+        rest, first = grads.at_rest(run.where)
+        parts.append(Part("grad", rest, begin - first, end - first, writes=False))
+        self._windows.updates.uses(rest.tensor)
+        return parts
+
+    def end_step(self) -> None:
+        """Everything of a step is queued: the windows' memory is free for others once it is done."""
+        if self._pump is None:
+            self._windows.leave()
+        if self.auto is not None:
+            self.auto.after_step()
+
+    def close(self) -> None:
+        if self._pump is not None:
+            self._pump.shutdown(wait=True)
+            self._pump = None
+
+
+def chunk_numel(engine: Engine) -> int:
+    """Elements streamed at a time: what the plan says, else what keeps the host's work for each of them small."""
+    offload = engine.plan.offload
+    if offload is not None and offload.chunk is not None:
+        return offload.chunk
+    masters = (lane.master for unit in engine.units for lane in unit.lanes)
+    return 1 << 25 if sum(m.numel for m in masters if m is not None) > LARGE_NUMEL else 1 << 24
+
+
+def _step_on_host(step: Callable[[dict[str, Tensor]], None], at: dict[str, Tensor], grad: Tensor) -> None:
+    step({**at, "grad": grad})
+
+
+def _frozen(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings as they are now: a scheduler writes into a learning rate that is a tensor."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+
+
+def _ranges(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    for at in range(begin, end, most):
+        yield at, min(at + most, end)

@@ -1,0 +1,179 @@
+"""Windows: where a chunk of what rests elsewhere is while it is updated.
+
+A window is a block of device memory, cut into the arrays of one chunk; beside it, for arrays on disk, a block of host
+memory that files are read into. A few windows go round: one is filled, one updated, one emptied.
+
+    file --read--> staging --copy--> window --update--> window --copy--> staging --write--> file
+    host memory ----------copy-----> window --update--> window --copy--> host memory
+
+Knows lines and files; knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeor.memory.lines import Line, Mark, current_mark
+from zeor.memory.rest import Rest
+
+WINDOWS = 3
+_ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of an array at rest, as a chunk needs them."""
+
+    name: str
+    rest: Rest
+    begin: int
+    end: int
+    reads: bool = True
+    writes: bool = True
+
+    @property
+    def home(self) -> Tensor:
+        return self.rest.tensor[self.begin : self.end]
+
+    @property
+    def nbytes(self) -> int:
+        return -(-(self.end - self.begin) * self.rest.dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
+class _Window:
+    def __init__(self) -> None:
+        self.device: Tensor | None = None
+        self.host: Tensor | None = None
+        self.empty = Mark()  # emptied by the copies of the chunk before
+        self.writes: list[Future] = []
+        self.reads: list[Future] = []
+        self.parts: dict[str, Tensor] = {}
+        self.staged: dict[str, Tensor] = {}
+
+    def finish_writes(self) -> None:
+        writes, self.writes = self.writes, []
+        for write in writes:
+            write.result()
+
+
+class Windows:
+    """Runs chunks through: `run(chunks, update)`. One thread at a time."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.fetches, self.updates, self.spills = Line(device), Line(device), Line(device)
+        self._windows = [_Window() for _ in range(WINDOWS)]
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return sum(0 if window.device is None else window.device.numel() for window in self._windows)
+
+    def run(self, chunks: Sequence[Sequence[Part]], update: Callable[[int, dict[str, Tensor]], None]) -> None:
+        """For each chunk: bring what is away, `update(number, tensors by name)`, take it back. Files are read ahead
+        and written behind; where there are none the host waits for nothing."""
+        ahead = 0
+        for number in range(len(chunks)):
+            while ahead < min(number + WINDOWS - 1, len(chunks)):
+                self._read(self._windows[(self._next + ahead) % WINDOWS], chunks[ahead])
+                ahead += 1
+            window = self._windows[(self._next + number) % WINDOWS]
+            self._fetch(window, chunks[number])
+            with self.updates():
+                update(number, window.parts)
+                updated = self.updates.mark()
+            updated.hold(self.spills)  # update -> copies back
+            self._spill(window, chunks[number])
+        self._next = (self._next + len(chunks)) % WINDOWS
+
+    def leave(self) -> None:
+        """Give the device's memory back; it is not given to others before what is queued so far is done."""
+        for window in self._windows:
+            if window.device is not None:
+                for line in (self.fetches, self.updates, self.spills):
+                    line.uses(window.device)
+                window.device, window.parts = None, {}
+
+    def finish(self) -> None:
+        """Everything written is in its file."""
+        for window in self._windows:
+            window.finish_writes()
+
+    # ---- one window
+
+    def _read(self, window: _Window, chunk: Sequence[Part]) -> None:
+        """Room for a chunk, and its files into the staging part of it."""
+        window.finish_writes()
+        window.empty.wait() if any(part.rest.file for part in chunk) else None  # the copies out of it -> new reads
+        on_host = self._device.type == "cpu"
+        window.parts = {part.name: part.home for part in chunk if not part.rest.away}
+        window.staged = {}
+        staged = [part for part in chunk if part.rest.file is not None]
+        copied = [part for part in chunk if part.rest.away and not (on_host and part.rest.file is not None)]
+        self._make_room(window, sum(part.nbytes for part in copied), sum(part.nbytes for part in staged))
+        window.parts.update(_cut(window.device, copied))
+        window.staged = _cut(window.host, staged)
+        if on_host:
+            window.parts.update(window.staged)  # there is nothing between
+        window.reads = [
+            part.rest.file.read_async(part.begin, part.end, window.staged[part.name])
+            for part in staged
+            if part.reads and part.rest.file is not None
+        ]
+
+    def _make_room(self, window: _Window, device_nbytes: int, host_nbytes: int) -> None:
+        if device_nbytes > (0 if window.device is None else window.device.numel()):
+            window.empty.wait()  # the last copies out of the block -> whoever gets its memory
+            window.device = _block(device_nbytes, self._device)
+            current_mark(self._device).hold(self.fetches)  # whoever had this memory -> copies into it
+        if host_nbytes > (0 if window.host is None else window.host.numel()):
+            window.host = _block(host_nbytes, torch.device("cpu"), pinned=self._device.type != "cpu")
+
+    def _fetch(self, window: _Window, chunk: Sequence[Part]) -> None:
+        reads, window.reads = window.reads, []
+        for read in reads:
+            read.result()
+        window.empty.hold(self.fetches)  # copies out of the window -> copies into it
+        with self.fetches():
+            for part in chunk:
+                if part.rest.away and part.reads:
+                    source = window.staged.get(part.name, part.home)
+                    if source is not window.parts[part.name]:
+                        window.parts[part.name].copy_(source, non_blocking=True)
+        self.fetches.mark().hold(self.updates)  # copies -> update
+
+    def _spill(self, window: _Window, chunk: Sequence[Part]) -> None:
+        away = [part for part in chunk if part.rest.away and part.writes]
+        with self.spills():
+            for part in away:
+                into = window.staged.get(part.name, part.home)
+                if into is not window.parts[part.name]:
+                    into.copy_(window.parts[part.name], non_blocking=True)
+            window.empty = self.spills.mark()
+        filed = [part for part in away if part.rest.file is not None]
+        if filed:
+            window.empty.wait()
+            window.writes = [
+                part.rest.file.write_async(part.begin, part.end, window.staged[part.name])  # type: ignore[union-attr]
+                for part in filed
+            ]
+
+
+def _block(nbytes: int, device: torch.device, pinned: bool = False) -> Tensor:
+    made = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return made[-made.data_ptr() % _ALIGNED :]
+
+
+def _cut(block: Tensor | None, parts: Sequence[Part]) -> dict[str, Tensor]:
+    cut, at = {}, 0
+    for part in parts:
+        assert block is not None
+        numel = part.end - part.begin
+        cut[part.name] = block[at : at + numel * part.rest.dtype.itemsize].view(part.rest.dtype)
+        at += part.nbytes
+    return cut

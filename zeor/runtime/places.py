@@ -1,0 +1,65 @@
+"""Places: which tier each role of each lane rests on.
+
+Fractions are kept by whole lanes, one after another as lanes are made: each goes to the tier that is furthest behind
+its share, so that tiers alternate along the model and neither a forward nor a link waits for long. The same on every
+rank, as it follows from the plan and the layout alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zeor.comm.mesh import Mesh
+from zeor.memory.device import DeviceMemory
+from zeor.memory.rest import LaneRest, Store, Tiers
+from zeor.plan import OFFLOADED, Plan, Share
+
+if TYPE_CHECKING:
+    from zeor.runtime.lane import LaneKey
+
+
+CROWDED = 0.7  # of the device
+
+
+class Places:
+    def __init__(self, plan: Plan, mesh: Mesh):
+        self._plan, self._device = plan, mesh.device
+        self.store = Store(plan.offload, mesh.device)
+        self._crowded = False  # compute and master together would fill the device
+        self._given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # role -> tier -> elements
+
+    def expect(self, numel: int) -> None:
+        """So many elements will be updated here. With offload=auto the master begins on the device where that leaves
+        room to measure a first step in."""
+        plan, total = self._plan, DeviceMemory(self._device).total_nbytes()
+        if plan.offload is not None and plan.offload.auto and total is not None:
+            budget = plan.offload.device_budget
+            limit = min(budget, total) if isinstance(budget, int) else total
+            self._crowded = numel * (4 if plan.release else 6) > CROWDED * limit
+
+    def of_lane(self, name: str, key: LaneKey, values: Sequence[Tensor]) -> LaneRest:
+        offload = self._plan.offload
+        wide = offload is not None and offload.update == "host" and offload.away
+        numel = sum(value.numel() for value in values)
+        tiers = Tiers()
+        if offload is not None:
+            roles: tuple[str, ...] = OFFLOADED if key.trainable else ("compute",)
+            if offload.auto:  # moments and master are placed at the first update: see optim/auto.py
+                roles = tuple(role for role in roles if role not in ("moments", "master"))
+                tiers = Tiers(master="host" if self._crowded and key.trainable else "device")
+            tiers = tiers._replace(**{role: self._next(role, getattr(offload, role), numel) for role in roles})
+            if offload.update == "host":  # the master goes with the moments: both are where the step is
+                tiers = tiers._replace(master=tiers.moments)
+        wide = wide and tiers.moments == "host"
+        return LaneRest(tiers, self.store, name, wide, self._plan.delay > 0)
+
+    def _next(self, role: str, share: Share, numel: int) -> str:
+        given = self._given[role]
+        total = sum(given.values()) + numel
+        tier = max(share, key=lambda each: each[1] * total - given[each[0]])[0]
+        given[tier] += numel
+        return tier
