@@ -128,23 +128,23 @@ class Auto:
             return 0
         rest = 0
         if self._engine.plan.release:
-            rest = 2 * max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._engine.units)
-        return int(0.025 * budget) + rest
+            rest = max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._engine.units)
+        return int(0.02 * budget) + rest
 
     def _decide(self) -> None:
-        budget = self._budget()
-        lanes = self._lanes
+        budget, lanes, used = self._budget(), self._lanes, 0
         if budget is None:
             tiers = ["device"] * len(lanes)
         else:
             resting = sum(map(_held_nbytes, lanes))
             used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
             room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
+            room = room._replace(host=room.host + sum(_rested_nbytes(lane) for lane in lanes))
             tiers = choose([self._need(lane) for lane in lanes], room)
         for lane, tier in zip(lanes, tiers):
             self._place(lane, tier)
         self._memory.give_back()
-        self._say(tiers, budget)
+        self._say(tiers, budget, used)
 
     def _place(self, lane: Lane, tier: str) -> None:
         assert lane.master is not None
@@ -160,22 +160,28 @@ class Auto:
         self._engine.drain()
         for lane in self._lanes[::2] + self._lanes[1::2]:
             if moved < nbytes and lane.rest.tiers.moments == "device":
-                self._streaming.adopt(lane)
                 self._place(lane, "host")
+                self._streaming.adopt(lane)
                 moved += self._need(lane)
         self._memory.give_back()
         log.info("offload=auto: %s too much were used; %s of state moved to the host", size(nbytes), size(moved))
 
-    def _say(self, tiers: list[str], budget: int | None) -> None:
+    def _say(self, tiers: list[str], budget: int | None, used: int) -> None:
         if self._engine.mesh.rank != 0:
             return
         held = {tier: sum(self._need(x) for x, t in zip(self._lanes, tiers) if t == tier) for tier in Room._fields}
         told = ", ".join(f"{tiers.count(t)} lanes ({size(n)}) on the {t}" for t, n in held.items() if n)
         expected = ""
         if budget is not None and self._memory.total_nbytes() is not None:
-            used = self._memory.peak_nbytes() + held["device"] + self._window_nbytes()
-            expected = f"; expected on the device at most {size(used)} of {size(budget)}"
+            most = used + held["device"] + self._window_nbytes() + self._margin(budget)
+            expected = f"; expected on the device at most {size(most)} of {size(budget)}"
         log.info("offload=auto: %s%s", told or "nothing to place", expected)
+
+
+def _rested_nbytes(lane: Lane) -> int:
+    """The same on the host."""
+    remainder = None if lane.master is None else lane.master.remainder
+    return remainder.nbytes if remainder is not None and remainder.tier == "host" else 0
 
 
 def _held_nbytes(lane: Lane) -> int:

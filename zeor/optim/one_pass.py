@@ -60,6 +60,11 @@ class OnePass:
         self._flat.clear()
         self._ages.clear()
 
+    def forget_lane(self, lane: Lane) -> None:
+        """Somebody else updates it from now on, with state of its own."""
+        for name in self._names():
+            self._flat.pop((id(lane), name), None)
+
     # ---- the update
 
     def update(self, work: list[list[Tensor]], lanes: list[Lane]) -> None:

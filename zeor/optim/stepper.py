@@ -69,7 +69,10 @@ class Stepper:
                 f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot be called "
                 "for some of them at a time, as offload=, moments= and delay= need; leave those out."
             )
-        return Streaming(self.engine, self.optimizer, self.segments)
+        streaming = Streaming(self.engine, self.optimizer, self.segments)
+        if self.one_pass is not None:
+            streaming.adopted = self.one_pass.forget_lane
+        return streaming
 
     def _give_owners(self, groups: Iterable[int]) -> None:
         found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]

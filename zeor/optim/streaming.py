@@ -73,6 +73,7 @@ class Streaming:
             self._host = HostUpdate(engine.mesh.device, self._chunk_numel, plan.offload.threads)
         self._pump: ThreadPoolExecutor | None = None
         self._in_flight: deque[Update] = deque()
+        self.adopted: Callable[[Lane], None] = lambda lane: None  # told whoever updated it before
         self.auto: Auto | None = None
         if plan.offload is not None and plan.offload.auto:
             self.auto = Auto(engine, self, optimizer, self._chunk_numel)
@@ -89,6 +90,7 @@ class Streaming:
             segment = self._segments.of(slot.user)
             if segment is not None:
                 self.moments.take(lane, self._segments.at(slot.user), segment)
+        self.adopted(lane)
 
     # ---- one lane
 
