@@ -74,7 +74,7 @@ THREE = [
     line(B3, "host, grads too", offload=place(grads="host")),
     line(B3, "updated on the host", offload=place(update="host")),
     line(B3, "updated on the host, release", offload=place(update="host"), release=True),
-    line(B3, "auto, 40 GiB", offload=auto(device_budget="40GiB")),
+    line(f"{B3} --expandable", "auto, 40 GiB", offload=auto(device_budget="40GiB")),
     line("--size 3B --batch 8 --warmup 1 --steps 2", "disk", offload=place("disk")),
 ]
 THREE_MORE = [
@@ -97,19 +97,19 @@ THIRTEEN = [
          recompute="offload"),
 ]  # fmt: skip
 TWENTY = [
-    line(f"--size 20B --batch 8 {LONG} --chunked-loss", "auto, release", offload="auto", release=True),
+    line(f"--size 20B --batch 6 {LONG} --chunked-loss", "auto, release", offload="auto", release=True),
     line(f"--size 20B --batch 4 {LONG}", "auto, release", offload="auto", release=True),
     line(f"--size 18B --batch 4 {LONG} --chunked-loss", "auto, clip", offload="auto"),
     line(f"--size 16B --batch 8 {LONG} --chunked-loss", "auto, clip", offload="auto"),
 ]
 THIRTY = [
-    line(f"--size 32B --batch 8 {LONG} --chunked-loss", "auto, int8, release", offload="auto", moments="int8",
+    line(f"--size 32B --batch 4 {LONG} --chunked-loss", "auto, int8, release", offload="auto", moments="int8",
          release=True),
     line(f"--size 32B --batch 8 {LONG} --chunked-loss", "auto, int8, clip", offload="auto", moments="int8"),
 ]  # fmt: skip
 
 # One text, four ways to keep the moments; text that no run has seen is evaluated at the end.
-CURVE = "--size 1.3B --batch 2 --warmup 5 --steps 495 --evaluate 20 --rise 100 --lr 1e-4"
+CURVE = "--size 1.3B --batch 1 --warmup 5 --steps 495 --evaluate 20 --rise 100 --lr 1e-4"
 CURVES = [
     line(CURVE, "exact"),
     line(CURVE, "bf16 moments", moments="bf16"),

@@ -36,6 +36,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError", "Offload", "Plan", "Precision", "Preempted", "RankError", "Saving", "accumulate",
     "chunked_cross_entropy", "clip_grad_norm_", "data", "ema", "export", "full_params", "init_parameters", "iter_full",
-    "join", "launch", "load", "load_pretrained", "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict", "preempt",
-    "report", "save", "shard", "sync_buffers", "total", "traffic", "unshard",
+    "join", "launch", "load", "load_pretrained", "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict",
+    "preempt", "report", "save", "shard", "sync_buffers", "total", "traffic", "unshard",
 ]  # fmt: skip

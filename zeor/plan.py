@@ -74,7 +74,8 @@ class Offload:
     update: where offloaded state is updated. "device" streams it through the accelerator, chunk by chunk, with the
     bits of a run without offload; "host" runs the stock optimizer on the CPU, and sends gradients down and weights up.
     folder: of the disk tier. device_budget, host_budget: bytes, or text such as "40GiB"; None is what is free.
-    chunk: elements streamed at a time; None: 16 million, or twice that for large models. threads: of an update on the host; None shares the cores among its ranks.
+    chunk: elements streamed at a time; None: 16 million, or twice that for large models.
+    threads: of an update on the host; None shares the cores among its ranks.
     """
 
     moments: Any = "host"

@@ -129,7 +129,8 @@ class Auto:
         rest = 0
         if self._engine.plan.release:
             rest = max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._engine.units)
-        return int(0.02 * budget) + rest
+        share = 0.02 if self._offload.device_budget is None else 0.04  # a limit counts the allocator's holes as well
+        return int(share * budget) + rest
 
     def _decide(self) -> None:
         budget, lanes, used = self._budget(), self._lanes, 0

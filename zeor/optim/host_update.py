@@ -24,7 +24,10 @@ from zeor.memory.formats import cast_into
 from zeor.memory.lines import Line, Mark
 from zeor.memory.rest import Rest
 
-AHEAD = 2  # chunks whose gradients are on their way down
+AHEAD = 4  # chunks whose gradients are on their way down: small ones must not leave the step waiting
+
+
+MOST_NUMEL = 1 << 23  # elements at a time: enough for every thread, and the last chunk of a parameter is soon there
 
 
 class HostChunk(NamedTuple):
@@ -51,7 +54,7 @@ class _Slot:
 
 class HostUpdate:
     def __init__(self, device: torch.device, chunk_numel: int, threads: int | None):
-        self._device, self._chunk_numel = device, chunk_numel
+        self._device, self.chunk_numel = device, min(chunk_numel, MOST_NUMEL)
         self.threads = threads or default_threads()
         self._widens, self._downs, self._ups = Line(device), Line(device), Line(device)
         self._slots: list[_Slot] = []
@@ -80,7 +83,7 @@ class HostUpdate:
 
     def _slot(self, number: int, dtype: torch.dtype) -> _Slot:
         if not self._slots or self._slots[0].grad.dtype != dtype:
-            self._slots = [_Slot(self._chunk_numel, dtype, self._device) for _ in range(AHEAD + 1)]
+            self._slots = [_Slot(self.chunk_numel, dtype, self._device) for _ in range(AHEAD + 1)]
         return self._slots[number % len(self._slots)]
 
     def _send_down(self, number: int, chunk: HostChunk) -> None:

@@ -146,8 +146,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-def supports(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
-    """None where this group of this optimizer can be updated by a pass, else the reason in words."""
+def supports(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings_only: bool = False) -> str | None:
+    """None where this group of this optimizer can be updated by a pass, else the reason in words. `settings_only`: its
+    parameters were looked at before; there may be thousands, and a step asks often."""
     kind = getattr(optimizer, "stock_class", type(optimizer))  # a drop-in is its base class, sharded
     if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return f"{kind.__name__} is not exactly torch.optim.Adam, AdamW or SGD: it may have its own step"
@@ -161,7 +162,7 @@ def supports(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | N
         value = group.get(name)
         if any(isinstance(v, Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,))):
             return f"{name} is a tensor (only lr may be one)"
-    for parameter in group["params"]:
+    for parameter in () if settings_only else group["params"]:
         if parameter.dtype not in GRAD_DTYPES:
             return f"a parameter is {parameter.dtype}; the master of a pass is torch.float32"
     return None

@@ -50,7 +50,7 @@ class OnePass:
         if getattr(self._optimizer, "found_inf", None) is not None:
             self.forget_state()
             return False
-        if any(kernels.supports(self._optimizer, group) for group in self._optimizer.param_groups):
+        if any(kernels.supports(self._optimizer, group, True) for group in self._optimizer.param_groups):
             self.forget_state()
             return False
         return all(lane.master is not None and lane.master.dtype == torch.float32 for lane in lanes)

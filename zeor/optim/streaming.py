@@ -164,7 +164,7 @@ class Streaming:
         for run in self._runs(lane, work):
             rest, first = lane.grads.at_rest(run.where)
             step = self._steps.stock_over(run, [fused_group(group) for group in groups])
-            for begin, end in _ranges(run.begin, run.end, self._chunk_numel):
+            for begin, end in _ranges(run.begin, run.end, host.chunk_numel):
                 own = master.own.tensor[begin:end]
                 at = {"master": own}
                 for name in self.moments.names(run.segments[0]):
@@ -234,7 +234,7 @@ class Streaming:
         sgd = isinstance(self._optimizer, torch.optim.SGD) and self.moments.format == "exact"
         if not self._steps.adam and not sgd:
             return False
-        return not any(kernels.supports(self._optimizer, group) for group in self._optimizer.param_groups)
+        return not any(kernels.supports(self._optimizer, group, True) for group in self._optimizer.param_groups)
 
     def _prepare(
         self, lane: Lane, runs: list[Run], groups: list[dict[str, Any]], scale: Tensor | float | None
