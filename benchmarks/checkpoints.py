@@ -1,12 +1,13 @@
-"""Checkpoints beside plain writes, torch.save and torch DCP, in one run: GB/s to and from one disk.
+"""Checkpoints beside plain writes, torch.save, torch DCP and DeepSpeed, in one run: GB/s to and from one disk.
 
-    python -m benchmarks.checkpoints --gigabytes 8 --folder /tmp/ck [--out benchmarks/results/checkpoints_gpu.json]
-    torchrun --nproc-per-node 2 -m benchmarks.checkpoints --gigabytes 1 --folder /tmp/ck
+    torchrun --nproc-per-node 2 -m benchmarks.checkpoints --gigabytes 1.2 --folder /tmp/ck --out benchmarks/results
+    python -m benchmarks.checkpoints --gigabytes 24 --folder /tmp/ck --ways plain zeor --rounds 2 --out OUT
 
 A model with AdamW whose state (fp32 master and two moments) has the given size. Every way writes the same bytes and
 syncs them, ways interleaved over --rounds; the best of each counts. Reads come from disk where the page cache can be
-dropped (root), else the result says so. `stall` is how long an asynchronous save holds up training, beside a plain
-copy of the same bytes into memory that is pinned already.
+dropped (root), else the result says so; `plain` reads into one small buffer, `kept` into new memory for all of it.
+`stall` is how long an asynchronous save holds up training, beside a plain copy of the same bytes into memory that is
+pinned already. DeepSpeed is left out where it is not installed; on CPU ranks it wants DS_ACCELERATOR=cpu.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,19 +34,41 @@ import zeor
 from zeor.runtime.sharded import state_of
 
 WIDTH = 4096
+WAYS = ("plain", "zeor", "torch", "dcp", "deepspeed")
+
+
+def layers(gigabytes: float, device: torch.device) -> nn.Sequential:
+    """Square ones: 12 bytes per parameter with AdamW's moments."""
+    count = max(1, round(gigabytes * 1e9 / 12 / WIDTH**2))
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
 
 
 def build(gigabytes: float, device: torch.device) -> tuple[Any, Any]:
-    """Square layers: 12 bytes per parameter with AdamW's moments."""
-    layers = max(1, round(gigabytes * 1e9 / 12 / WIDTH**2))
-    with torch.device(device):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    model: Any = layers(gigabytes, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = zeor.shard(model, optimizer, stage=3)
     model(torch.randn(4, WIDTH, device=device)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
+
+
+def build_deepspeed(gigabytes: float, device: torch.device) -> Any:
+    """The same model and optimizer at ZeRO stage 3, with state."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    }
+    deepspeed.init_distributed("gloo" if device.type == "cpu" else "nccl", verbose=False)
+    engine, *_ = deepspeed.initialize(model=layers(gigabytes, device), config=config)
+    engine.backward(engine(torch.randn(4, WIDTH, device=device)).square().mean())
+    engine.step()
+    return engine
 
 
 def local_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -92,6 +117,7 @@ class Ways:
         largest = max(t.nbytes for t in self.state.values())
         on_device = next(iter(self.state.values())).device.type != "cpu"
         self.host = torch.empty(largest, dtype=torch.uint8, pin_memory=on_device)
+        self.deepspeed: Any = None
 
     def write_plain(self) -> None:
         """What the disk gives: each tensor by one write, one sync."""
@@ -113,6 +139,16 @@ class Ways:
             pass
         os.close(fd)
 
+    def read_kept(self) -> None:
+        """The same into memory that is new, and all of it kept: what any loader has to do at the least."""
+        kept = []
+        with open(self.folder / f"plain{self.rank}", "rb", buffering=0) as file:
+            for tensor in self.state.values():
+                kept.append(torch.empty(tensor.nbytes, dtype=torch.uint8))
+                view = memoryview(kept[-1].numpy())
+                while len(view):
+                    view = view[file.readinto(view) :]
+
     def write_zeor(self) -> None:
         zeor.save(self.folder / "zeor", self.model, self.optimizer, step=1, keep=1)
 
@@ -122,9 +158,7 @@ class Ways:
     def write_torch(self) -> None:
         path = self.folder / f"torch{self.rank}.pt"
         torch.save(self.state, path)
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        sync(path)
 
     def read_torch(self) -> None:
         torch.load(self.folder / f"torch{self.rank}.pt", weights_only=True, map_location="cpu")
@@ -137,6 +171,22 @@ class Ways:
 
     def read_dcp(self) -> None:
         dcp.load(self._named(), checkpoint_id=self.folder / "dcp")
+
+
+    def write_deepspeed(self) -> None:
+        self.deepspeed.save_checkpoint(self.folder / "deepspeed", tag="bench")
+        for path in (self.folder / "deepspeed" / "bench").glob(f"*rank_{self.rank}_*"):
+            sync(path)  # it does not itself
+
+    def read_deepspeed(self) -> None:
+        path, _ = self.deepspeed.load_checkpoint(self.folder / "deepspeed", tag="bench")
+        assert path is not None
+
+
+def sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def stall(ways: Ways, device: torch.device) -> dict[str, float]:
@@ -167,51 +217,102 @@ def stall(ways: Ways, device: torch.device) -> dict[str, float]:
     return {"copy_seconds": copy_seconds, "first_stall_seconds": found[0], "stall_seconds": min(found[1:])}
 
 
+def asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of state, all ranks together")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what is measured; plain always is")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-stall", action="store_true", help="leave out the asynchronous save")
+    parser.add_argument("--out", type=Path, help="a JSON file, or the folder it goes to")
+    return parser.parse_args()
+
+
+def measure(ways: Ways, names: list[str], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Every way in turn, again and again."""
+    writes: dict[str, list[float]] = {}
+    reads: dict[str, list[float]] = {}
+    cold = True
+    for _ in range(rounds):
+        for name in names:
+            writes.setdefault(name, []).append(timed(getattr(ways, f"write_{name}"), device))
+            cold = drop_caches() and cold
+            reads.setdefault(name, []).append(timed(getattr(ways, f"read_{name}"), device))
+            if name == "plain":
+                drop_caches()
+                reads.setdefault("kept", []).append(timed(ways.read_kept, device))
+            _remove(ways.folder, name, ways.rank, device)
+    total = ways.nbytes * dist.get_world_size()
+    return {
+        "cold_reads": cold,
+        "write_GBps": {name: total / min(s) / 1e9 for name, s in writes.items()},
+        "read_GBps": {name: total / min(s) / 1e9 for name, s in reads.items()},
+        "write_seconds": writes, "read_seconds": reads,
+    }  # fmt: skip
+
+
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    asked.add_argument("--gigabytes", type=float, default=1.0, help="of state, all ranks together")
-    asked.add_argument("--folder", type=Path, required=True)
-    asked.add_argument("--rounds", type=int, default=3)
-    asked.add_argument("--out", type=Path)
-    options = asked.parse_args()
+    options = asked()
     device = torch.device("cuda" if torch.accelerator.is_available() else "cpu")
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     else:  # DCP wants a group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank, world = dist.get_rank(), dist.get_world_size()
+    names = [name for name in WAYS if name in options.ways or name == "plain"]
+    if "deepspeed" in names and importlib.util.find_spec("deepspeed") is None:
+        names.remove("deepspeed")
+        if rank == 0:
+            print("DeepSpeed is not installed: it is left out.")
     options.folder.mkdir(parents=True, exist_ok=True)
     model, optimizer = build(options.gigabytes, device)
     ways = Ways(model, optimizer, options.folder, rank)
-    total = ways.nbytes * world
-    writes: dict[str, list[float]] = {}
-    reads: dict[str, list[float]] = {}
-    cold = True
-    for _ in range(options.rounds):
-        for name in ("plain", "zeor", "torch", "dcp"):
-            writes.setdefault(name, []).append(timed(getattr(ways, f"write_{name}"), device))
-            cold = drop_caches() and cold
-            reads.setdefault(name, []).append(timed(getattr(ways, f"read_{name}"), device))
-            if name != "zeor":
-                _remove(options.folder, name, rank, device)
-        shutil.rmtree(options.folder / "zeor", ignore_errors=True)
+    if "deepspeed" in names:
+        ways.deepspeed = build_deepspeed(options.gigabytes, device)
     result: dict[str, Any] = {
-        "world": world, "device": str(device), "torch": torch.__version__, "bytes": total, "cold_reads": cold,
-        "write_GBps": {name: total / min(s) / 1e9 for name, s in writes.items()},
-        "read_GBps": {name: total / min(s) / 1e9 for name, s in reads.items()},
-        "write_seconds": writes, "read_seconds": reads,
+        "command": _command(world),
+        "world": world, "device": str(device), "torch": torch.__version__, "bytes": ways.nbytes * world,
+        **measure(ways, names, options.rounds, device),
     }  # fmt: skip
-    result["write_of_plain"] = result["write_GBps"]["zeor"] / result["write_GBps"]["plain"]
-    result["read_of_plain"] = result["read_GBps"]["zeor"] / result["read_GBps"]["plain"]
-    result.update(stall(ways, device))
-    result["stall_of_copy"] = result["stall_seconds"] / result["copy_seconds"]
+    for kind in ("write", "read") if "zeor" in names else ():
+        result[f"{kind}_of_plain"] = result[f"{kind}_GBps"]["zeor"] / result[f"{kind}_GBps"]["plain"]
+    if not options.no_stall and "zeor" in names:
+        result.update(stall(ways, device))
+        result["stall_of_copy"] = result["stall_seconds"] / result["copy_seconds"]
     if rank == 0:
-        print(json.dumps({k: v for k, v in result.items() if not k.endswith("_seconds") or "stall" in k}, indent=1))
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        show(result, options.out)
         shutil.rmtree(options.folder, ignore_errors=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def show(result: dict[str, Any], out: Path | None) -> None:
+    """The result to a file, and a short table."""
+    if out is not None:
+        kind = "cpu" if result["device"] == "cpu" else "gpu"
+        file = out if out.suffix == ".json" else out / f"checkpoints_{kind}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    cold = "cold" if result["cold_reads"] else "from the page cache"
+    print(f"{result['bytes'] / 1e9:.2f} GB, {result['world']} rank(s), {result['device']}, reads {cold}")
+    print(f"{'GB/s':10s} {'write':>7s} {'of plain':>9s} {'read':>7s} {'of plain':>9s}")
+    write, read = result["write_GBps"], result["read_GBps"]
+    for name in read:
+        written = f"{write[name]:7.2f} {write[name] / write['plain']:8.2f}x" if name in write else " " * 17
+        print(f"{name:10s} {written} {read[name]:7.2f} {read[name] / read['plain']:8.2f}x")
+    if "stall_of_copy" in result:
+        seconds = result["stall_seconds"]
+        print(f"an asynchronous save holds training up for {result['stall_of_copy']:.2f}x of a copy ({seconds:.3f} s)")
+
+
+def _command(world: int) -> str:
+    """What was asked for; where the result goes is left out."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    start = f"torchrun --nproc-per-node {world}" if "RANK" in os.environ else "python"
+    return " ".join([start, "-m benchmarks.checkpoints", *words])
 
 
 def _remove(folder: Path, name: str, rank: int, device: torch.device) -> None:

@@ -1,13 +1,14 @@
 """The kill matrix: two ranks, one of them killed again and again around saves, restarted and checked.
 
-    python -m benchmarks.kill_matrix [KILLS] [SEED]     from the repository's root
+    python -m benchmarks.kill_matrix [--mode shared|async|hosts|url] [--kills N] [--seed N]   from the repository's root
 
-What happens in a life, and what counts as wrong, is in tests/checkpoint/killing.py. Writes
-benchmarks/results/kill_matrix.json: how many died where, and what was wrong, which must be nothing.
+What happens in a life, and what counts as wrong, is in tests/checkpoint/killing.py. Writes into
+benchmarks/results/kill_matrix.json, by mode: how many died where, and what was wrong, which must be nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -21,12 +22,17 @@ RESULT = Path(__file__).parent / "results" / "kill_matrix.json"
 
 
 def main() -> int:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 240
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("--mode", choices=killing.MODES, default="shared")
+    asked.add_argument("--kills", type=int, default=240)
+    asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--out", type=Path, default=RESULT)
+    options = asked.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = killing.main(Path(folder), count, seed)
+        report = killing.main(Path(folder), options.kills, options.seed, options.mode)
     report["torch"] = torch.__version__
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    options.out.write_text(json.dumps({**results, options.mode: report}, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     return 1 if report["problems"] else 0
 

@@ -34,7 +34,7 @@ class FaultyDisk(Disk):
         self.calls: list[str] = []
         self._lock = threading.Lock()
 
-    def _do(self, kind: str, do: Callable[[], Any]) -> Any:
+    def do(self, kind: str, do: Callable[[], Any]) -> Any:
         with self._lock:
             number = len(self.calls)
             self.calls.append(kind)
@@ -47,37 +47,37 @@ class FaultyDisk(Disk):
         return result
 
     def make_folder(self, path: Path) -> None:
-        self._do("make_folder", lambda: super(FaultyDisk, self).make_folder(path))
+        self.do("make_folder", lambda: super(FaultyDisk, self).make_folder(path))
 
     def create(self, path: Path) -> int:
-        return self._do("create", lambda: super(FaultyDisk, self).create(path))
+        return self.do("create", lambda: super(FaultyDisk, self).create(path))
 
     def write(self, fd: int, parts: Sequence[memoryview | bytes], position: int) -> None:
         whole = b"".join(parts)
         half = len(whole) // 2
-        self._do("write", lambda: super(FaultyDisk, self).write(fd, [whole[:half]], position))
+        self.do("write", lambda: super(FaultyDisk, self).write(fd, [whole[:half]], position))
         super().write(fd, [whole[half:]], position + half)
 
     def sync(self, fd: int) -> None:
-        self._do("sync", lambda: super(FaultyDisk, self).sync(fd))
+        self.do("sync", lambda: super(FaultyDisk, self).sync(fd))
 
     def close(self, fd: int) -> None:
-        self._do("close", lambda: super(FaultyDisk, self).close(fd))
+        self.do("close", lambda: super(FaultyDisk, self).close(fd))
 
     def sync_folder(self, path: Path) -> None:
-        self._do("sync_folder", lambda: super(FaultyDisk, self).sync_folder(path))
+        self.do("sync_folder", lambda: super(FaultyDisk, self).sync_folder(path))
 
     def rename(self, source: Path, target: Path) -> None:
-        self._do("rename", lambda: super(FaultyDisk, self).rename(source, target))
+        self.do("rename", lambda: super(FaultyDisk, self).rename(source, target))
 
     def unlink(self, path: Path) -> None:
-        self._do("unlink", lambda: super(FaultyDisk, self).unlink(path))
+        self.do("unlink", lambda: super(FaultyDisk, self).unlink(path))
 
     def remove_folder(self, path: Path) -> None:
-        self._do("remove_folder", lambda: super(FaultyDisk, self).remove_folder(path))
+        self.do("remove_folder", lambda: super(FaultyDisk, self).remove_folder(path))
 
     def names(self, path: Path) -> list[str]:
-        return self._do("names", lambda: super(FaultyDisk, self).names(path))
+        return self.do("names", lambda: super(FaultyDisk, self).names(path))
 
 
 class ShortDisk(Disk):

@@ -1,15 +1,19 @@
 """A run of two ranks that is killed again and again around its saves, and restarted; what it finds is checked.
 
-    python -m tests.checkpoint.killing FOLDER KILLS SEED [JSON]
+    python -m tests.checkpoint.killing FOLDER KILLS SEED MODE [JSON]
 
 Each life is two processes forked from this one, over Gloo: they load the latest checkpoint, compare it bit by bit
 with an uninterrupted run at that step, then train and save every step. One of them dies by SIGKILL: at a given
-system call of a save, before or after it (every one of them comes first, then random ones), or at a random moment.
-The other must end by itself. After each death every visible checkpoint is verified in full.
+call to the disk of a save, before or after it (every one of them comes first, then random ones), or at a random
+moment. The other must end by itself. After each death every visible checkpoint is verified in full.
+
+MODE is where and how they save: `shared`, a folder of both; `async`, the same while training goes on; `hosts`, a folder
+each, as if on two hosts; `url`, a filesystem of fsspec that knows no rename.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import itertools
@@ -32,22 +36,45 @@ import torch
 import torch.distributed as dist
 
 import zeor
+from tests.checkpoint import kept
 from tests.checkpoint.disks import FaultyDisk, die
 from tests.loops import net, own_loss
-from zeor.checkpoint.commit import complete
-from zeor.checkpoint.disk import DISK
-from zeor.checkpoint.health import describe, verify
-from zeor.checkpoint.save import collect, write
-from zeor.checkpoint.training import load, run_of
+from zeor.checkpoint import save as saving
+from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.health import Description, describe, verify
+from zeor.checkpoint.store import complete
+from zeor.checkpoint.training import load, save
+from zeor.checkpoint.urls import Place, place_of
 from zeor.comm import stuck
 from zeor.runtime.sharded import state_of
 
+MODES = ("shared", "async", "hosts", "url")
 WORLD, KEEP = 2, 2
 SAVES = 4  # of a life
 LAST_STEP = 40  # a run that came so far begins anew, in another folder
 TIMEOUT = 10.0  # of the ranks' exchanges
 LIFE_SECONDS = 60.0  # no process may live longer: it would hang
 ENDED, RAISED = 0, 3  # exit codes
+
+
+class Where(NamedTuple):
+    """A run's checkpoints, and what a life needs to know of them."""
+
+    mode: str
+    root: Path  # of this run alone
+    known: int = 0  # the last step that is known to be saved
+
+    def folder(self, rank: int) -> Place:
+        if self.mode == "url":
+            return place_of(f"kept://{self.root}/run")
+        return self.root / f"host{rank}" / "run" if self.mode == "hosts" else self.root / "run"
+
+    def folders(self) -> list[Place]:
+        return [self.folder(rank) for rank in range(WORLD if self.mode == "hosts" else 1)]
+
+    def hidden(self) -> list[str]:
+        folders = [folder for folder in self.folders() if isinstance(folder, Path) and folder.exists()]
+        return [name for folder in folders for name in os.listdir(folder) if name.startswith(".")]
 
 
 class Kill(NamedTuple):
@@ -69,24 +96,66 @@ class Life(NamedTuple):
 # ---- a rank
 
 
-def rank_main(rank: int, folder: Path, store: str, kill: Kill | None, steps: int, conn: Connection) -> None:
+def rank_main(rank: int, where: Where, store: str, kill: Kill | None, steps: int, conn: Connection) -> None:
     stuck.GRACE_SECONDS = 0.1  # how long a rank looks for what a dead one has to say
     limit = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=limit)
     model = net(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = zeor.shard(model, optimizer, stage=2, timeout=TIMEOUT)
-    begin = load(folder, model, optimizer).step if complete(folder) else 0
+    folder = _enter(where, rank)
+    begin = _load(where, folder, model, optimizer)
     conn.send(("loaded", begin, digest_of(model), time.monotonic()))
+    before: tuple[Any, int, str, FaultyDisk] | None = None  # a save that may be under way
     for number, step in enumerate(range(begin + 1, begin + 1 + steps)):
         own_loss(model, step, torch.float32).backward()
         optimizer.step()
         optimizer.zero_grad()
+        _tell(conn, before)
         fatal = kill is not None and kill.rank == rank and kill.call is not None and number == kill.save
-        disk = FaultyDisk(kill.call, die, after=kill.after) if fatal and kill is not None else DISK
-        run = run_of(model, optimizer)
-        write(run, collect(run, None, None), folder, step, KEEP, disk)
-        conn.send(("saved", step, digest_of(model) if kill is None else "", time.monotonic()))
+        disk = FaultyDisk(kill.call, die, after=kill.after) if fatal and kill is not None else FaultyDisk()
+        saving.write = functools.partial(_plain_write, disk=disk)
+        kept.disk = disk
+        digest = digest_of(model) if kill is None else ""
+        later: Any = where.mode == "async"
+        before = (save(folder, model, optimizer, step=step, keep=KEEP, asynchronous=later), step, digest, disk)
+        if not later:
+            _tell(conn, before)
+            before = None
+    _tell(conn, before)
+
+
+_plain_write = saving.write
+
+
+def _tell(conn: Connection, save: tuple[Any, int, str, FaultyDisk] | None) -> None:
+    """That a save has ended, and how many calls it took."""
+    if save is not None:
+        handle, step, digest, disk = save
+        if hasattr(handle, "wait"):
+            handle.wait()
+        conn.send(("saved", step, digest, time.monotonic(), len(disk.calls)))
+
+
+def _enter(where: Where, rank: int) -> Place:
+    """The folder, as this rank calls it: hosts that share nothing give their own the same name."""
+    folder = where.folder(rank)
+    if where.mode != "hosts" or not isinstance(folder, Path):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder.parent)
+    return Path(folder.name)
+
+
+def _load(where: Where, folder: Place, model: Any, optimizer: Any) -> int:
+    if where.mode != "hosts" and not complete(folder):
+        return 0
+    try:
+        return load(folder, model, optimizer).step
+    except CheckpointError:
+        if where.mode == "hosts" and not where.known:
+            return 0  # one host may have what another could not commit any more
+        raise
 
 
 def digest_of(model: Any) -> str:
@@ -124,9 +193,9 @@ def start(rank: int, *args: Any) -> tuple[int, Connection]:
 # ---- the parent
 
 
-def live(folder: Path, store: str, kill: Kill | None, steps: int) -> tuple[Life, list[Any]]:
+def live(where: Where, store: str, kill: Kill | None, steps: int) -> tuple[Life, list[Any]]:
     """Both ranks, until both are gone."""
-    ranks = [start(rank, folder, store, kill, steps) for rank in range(WORLD)]
+    ranks = [start(rank, where, store, kill, steps) for rank in range(WORLD)]
     deadline = time.monotonic() + LIFE_SECONDS
     told: list[Any] = []
     if kill is not None and kill.call is None:
@@ -148,9 +217,9 @@ def live(folder: Path, store: str, kill: Kill | None, steps: int) -> tuple[Life,
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.002)
         exits.append(os.waitstatus_to_exitcode(status))
-    begun = {(step, digest) for word, step, digest, _ in told if word == "loaded"}
+    begun = {(step, digest) for word, step, digest, *_ in told if word == "loaded"}
     loaded, digest = begun.pop() if len(begun) == 1 else (-1, "")
-    saved = max([step for word, step, _, _ in told if word == "saved"], default=-1)
+    saved = max([step for word, step, *_ in told if word == "saved"], default=-1)
     return Life(loaded, digest, saved, hung, exits), told
 
 
@@ -175,51 +244,51 @@ def kills(random_source: random.Random, calls: list[int], life_seconds: float) -
         yield Kill(rank, random_source.randrange(SAVES), at, after, 0.0)
 
 
-def calls_of_a_save(folder: Path) -> list[int]:
-    """System calls of a save that finds two checkpoints, by rank: counted, not assumed. And whatever is imported on
-    the way is there for all that is forked from here."""
+def import_everything(where: Where) -> None:
+    """What is imported on the way of a save is there for all that is forked from here. And no thread is left."""
     model = net(torch.float32)
     model, optimizer = zeor.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
     own_loss(model, 0, torch.float32).backward()
     optimizer.step()
-    run, disk = run_of(model, optimizer), FaultyDisk()
-    for step in (1, 2):
-        write(run, collect(run, None, None), folder, step, KEEP)
-    write(run, collect(run, None, None), folder, 3, KEEP, disk)
-    other = disk.calls.index("close") - disk.calls.index("create") + 1
-    return [len(disk.calls) + 1, other]  # of two ranks there is one file more to delete
+    folder = where.folder(0)
+    save(folder, model, optimizer, step=1)
+    load(folder, model, optimizer)
 
 
-def main(root: Path, count: int, seed: int) -> dict[str, Any]:
+def main(root: Path, count: int, seed: int, mode: str = "shared") -> dict[str, Any]:
     torch.set_num_threads(1)
-    calls = calls_of_a_save(root / "counted")
+    kept.register()
+    import_everything(Where(mode, root / "imported"))
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1  # a process that forks has no others
     stores = (str(root / f"store-{number}") for number in itertools.count())
-    _, told = live(root / "whole", next(stores), None, LAST_STEP + 2 * SAVES)
-    truth = {step: digest for word, step, digest, _ in told if word in ("saved", "loaded")}
+    _, told = live(Where(mode, root / "whole"), next(stores), None, LAST_STEP + 2 * SAVES)
+    truth = {step: digest for word, step, digest, *_ in told if word in ("saved", "loaded")}
     assert len(truth) == LAST_STEP + 2 * SAVES + 1, told[-2:]
-    times = sorted(when for *_, when in told)
+    times = sorted(each[3] for each in told)
     save_seconds = (times[-1] - times[0]) / (len(truth) - 1)
+    counts = [each[4] for each in told if each[0] == "saved" and each[1] > KEEP + 1]  # of one rank, then of the other
+    calls = sorted({counts[0], counts[-1]}, reverse=True)
+    calls = calls * 2 if len(calls) == 1 else calls
     begun = time.monotonic()
     report: dict[str, Any] = {
-        "kills": 0, "at_a_call": 0, "at_a_moment": 0, "by_rank": [0, 0], "calls_by_rank": calls, "wrong_loads": 0,
-        "unloadable": 0, "lost": 0, "hung": 0, "peer_raised": 0, "peer_ended": 0, "lives": 0, "seed": seed,
-        "problems": [],
+        "mode": mode, "kills": 0, "at_a_call": 0, "at_a_moment": 0, "by_rank": [0, 0], "calls_by_rank": calls,
+        "wrong_loads": 0, "unloadable": 0, "lost": 0, "hung": 0, "peer_raised": 0, "peer_told": 0, "peer_named": 0,
+        "peer_ended": 0, "lives": 0, "seed": seed, "problems": [],
     }  # fmt: skip
     moments = kills(random.Random(seed), calls, SAVES * save_seconds)
-    number, known, folder = 0, 0, root / "run-0"
+    number, where = 0, Where(mode, root / "run-0")
     while report["kills"] < count:
-        if known >= LAST_STEP:
-            number, known = number + 1, 0
-            folder = root / f"run-{number}"
+        if where.known >= LAST_STEP:
+            number += 1
+            where = Where(mode, root / f"run-{number}")
         kill = next(moments)
-        life, told = live(folder, next(stores), kill, SAVES)
-        judge(report, folder, kill, life, told, truth, known)
-        known = max(known, life.saved)
-    life, told = live(folder, next(stores), None, 1)  # a last life, that nobody kills
-    left = [name for name in os.listdir(folder) if name.startswith(".")]
+        life, told = live(where, next(stores), kill, SAVES)
+        judge(report, where, kill, life, told, truth)
+        where = where._replace(known=max(where.known, life.saved))
+    life, told = live(where, next(stores), None, 1)  # a last life, that nobody kills
+    left = where.hidden()
     if life.exits != [ENDED, ENDED] or truth.get(life.loaded) != life.digest or left:
         report["problems"].append(f"the last life: {life}, left {left}")
     report["seconds"] = round(time.monotonic() - begun, 1)
@@ -227,7 +296,7 @@ def main(root: Path, count: int, seed: int) -> dict[str, Any]:
 
 
 def judge(
-    report: dict[str, Any], folder: Path, kill: Kill, life: Life, told: list[Any], truth: dict[int, str], known: int
+    report: dict[str, Any], where: Where, kill: Kill, life: Life, told: list[Any], truth: dict[int, str]
 ) -> None:
     report["lives"] += 1
     killed = life.exits[kill.rank] == -signal.SIGKILL
@@ -237,26 +306,39 @@ def judge(
     peer = life.exits[1 - kill.rank]
     report["peer_raised"] += peer == RAISED
     report["peer_ended"] += peer == ENDED
+    words = [each[2] for each in told if each[0] == "raised"]
+    words = [text for text in words if "CheckpointError: Saving step" in text and "did not end on every rank" in text]
+    report["peer_told"] += bool(words)
+    report["peer_named"] += any(f"rank {kill.rank} did not take part" in text for text in words)
     report["hung"] += life.hung
     if life.loaded < 0 or truth[life.loaded] != life.digest:
         report["wrong_loads"] += life.loaded >= 0
         report["unloadable"] += life.loaded < 0
         report["problems"].append(f"{kill} {life} {[each for each in told if each[0] == 'raised']}"[:1500])
-    if 0 <= life.loaded < known:
+    if 0 <= life.loaded < where.known:
         report["lost"] += 1
-        report["problems"].append(f"step {known} was saved, step {life.loaded} was loaded")
-    for each in complete(folder):
-        found = describe(each.path)
-        verify(found)
-        if found.problems or each.step > max(life.saved, life.loaded) + 1:
-            report["unloadable"] += 1
-            report["problems"] += [f"{kill} {life}", *found.problems[:3]]
+        report["problems"].append(f"step {where.known} was saved, step {life.loaded} was loaded")
+    for host, folder in enumerate(where.folders()):
+        for each in complete(folder):
+            found = describe(each.path)
+            verify(found)
+            problems = _own(found, host) if where.mode == "hosts" else found.problems
+            torn = where.mode == "url" and found.manifest is None  # killed while it wrote the manifest: passed over
+            if (problems and not torn) or each.step > max(life.saved, life.loaded) + 1 + (where.mode == "async"):
+                report["unloadable"] += 1
+                report["problems"] += [f"{kill} {life}", *problems[:3]]
+
+
+def _own(found: Description, host: int) -> list[str]:
+    """What is wrong with the files that this host keeps; of the others' it has none."""
+    own = f"rank-{host:05d}.safetensors"
+    return [text for text in found.problems if own in text or found.manifest is None]
 
 
 if __name__ == "__main__":
-    result = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    result = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     text = json.dumps(result, indent=1)
     print(text)
-    if len(sys.argv) > 4:
-        Path(sys.argv[4]).write_text(text + "\n")
+    if len(sys.argv) > 5:
+        Path(sys.argv[5]).write_text(text + "\n")
     sys.exit(1 if result["problems"] else 0)

@@ -62,12 +62,12 @@ def test_ranges_that_meet_are_all_filled(tmp_path: Path, ranges: list[tuple[int,
     data = bytes(i % 251 for i in range(20000))
     (tmp_path / "file").write_bytes(data)
     blocks = [digest(data[i : i + 4096]) for i in range(0, len(data), 4096)]
-    into = [bytearray(end - begin) for begin, end in ranges]
+    into = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in ranges]
     with BlockReader(tmp_path / "file", FileInfo("file", len(data), blocks), 4096) as reader:
-        reader.fill([(begin, end, memoryview(each)) for (begin, end), each in zip(ranges, into)])
+        reader.fill([(begin, end, each) for (begin, end), each in zip(ranges, into)])
         assert sum(reader.verify()) == len(data)
         for (begin, end), each in zip(ranges, into):
-            assert bytes(each) == bytes(reader.bytes(begin, end)) == data[begin:end]
+            assert each.numpy().tobytes() == reader.bytes(begin, end) == data[begin:end]
 
 
 def go_back(folder: str) -> Any:

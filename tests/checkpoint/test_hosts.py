@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import zeor
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint import fetching
+from zeor.checkpoint import fetching, opening
 from zeor.checkpoint.disk import Disk
 from zeor.checkpoint.manifest import BLOCK_NBYTES
 from zeor.checkpoint.save import collect, write
@@ -239,3 +240,22 @@ def test_files_of_all_hosts_in_one_folder_load_in_one_process(ranks: Any, saved:
         (tmp_path / f"host0/run/{STEP2}/{name}.safetensors").unlink()
     step, values = ranks(on_hosts, 1, str(tmp_path), [0], load_latest, 0)[0]
     assert step == 1 and same(values, saved[1])
+
+
+def load_what_vanishes(stage: int) -> Any:
+    """The manifest goes between its choice and its sending, on every host."""
+    opened = opening._opened
+
+    def vanish(mesh: Any, folder: Any, one: Any, *args: Any) -> Any:
+        dist.barrier()
+        (folder / one.name / "manifest.json").unlink(missing_ok=True)
+        dist.barrier()
+        return opened(mesh, folder, one, *args)
+
+    with patch.object(opening, "_opened", vanish):
+        return load_latest(stage)
+
+
+def test_a_manifest_that_vanishes_on_the_way_is_told_to_every_rank(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    texts = ranks(on_hosts, 4, str(tmp_path), [0, 0, 1, 1], load_what_vanishes, 3)
+    assert set(texts) == {f"On rank 0: run/{STEP2}/manifest.json cannot be read: No such file or directory."}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from zeor.checkpoint import room
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.contents import Contents
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.progress import Progress
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.snapshot import HostBlocks
@@ -44,6 +44,12 @@ class Target(NamedTuple):
     folder: Place
     step: int
     keep: int | None
+
+    @property
+    def lost_words(self) -> tuple[str, str]:
+        """What is said where a rank is lost on the way."""
+        then = "What is visible in the folder is whole; earlier checkpoints are as they were."
+        return f"Saving step {self.step} to {self.folder}", then
 
 
 class Saving:
@@ -93,7 +99,8 @@ class Saving:
         try:
             if run.mesh.device.type != "cpu":
                 torch.accelerator.set_device_index(run.mesh.device.index or 0)  # threads begin at device 0
-            self._path = write(run, found, self._target)
+            with lost_peers(run.mesh, *self._target.lost_words):
+                self._path = write(run, found, self._target)
             _unseen.discard(self)
         except BaseException as error:
             unforeseen = not isinstance(error, CheckpointError)
@@ -101,7 +108,16 @@ class Saving:
                 "zeor: the checkpoint of step %d, written in the background, failed: %s",
                 self.step, error, exc_info=unforeseen,
             )  # fmt: skip
-            self._error = error.with_traceback(None)  # its frames hold the copy of the run
+            self._error = _bare(error)  # its frames hold the copy of the run
+
+
+def _bare(error: BaseException) -> BaseException:
+    """Without frames, and its causes too."""
+    each: BaseException | None = error
+    while each is not None:
+        each.with_traceback(None)
+        each = each.__cause__ or each.__context__
+    return error
 
 
 def write(run: Run, found: Contents, target: Target) -> Place:

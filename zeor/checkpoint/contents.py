@@ -125,8 +125,9 @@ def exact_part(lane: Lane, segment: Segment) -> Tensor:
     end = segment.offset + segment.numel
     if lane.master is None:
         return (lane.full.flat if lane.updates_whole else lane.mine)[segment.offset : end]
-    if lane.master.remainder is None:
-        return lane.master.values[segment.offset : end]
+    own = lane.master.own
+    if own is not None and not own.away:
+        return own.tensor[segment.offset : end]
     into = torch.empty(segment.numel, dtype=lane.master.dtype, device=lane.mesh.device)
     lane.read_master(segment, into)
     return into

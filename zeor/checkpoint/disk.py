@@ -6,6 +6,8 @@ one; tests hand in another that raises, or kills the process, at a given call.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,21 @@ class Disk:
     def create(self, path: Any) -> int:
         """A new file for writing; an existing one is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def open_direct(self, path: Any) -> int:
+        """The file once more, for whole pages that go past the page cache; -1 where that is not possible."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except (OSError, AttributeError):  # a filesystem, or a system, without
+            return -1
+
+    def reserve(self, fd: int, nbytes: int) -> None:
+        """Room for the whole file, so that its parts can be written side by side; a full disk says so at once."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(libc, "fallocate") and libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+            number = ctypes.get_errno()
+            if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # else: a filesystem that reserves nothing
+                raise OSError(number, os.strerror(number))
 
     def write(self, fd: int, parts: Sequence[memoryview | bytes], position: int) -> None:
         """All parts, one after the other, at a position of the file."""

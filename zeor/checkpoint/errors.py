@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+from zeor.comm.mesh import Mesh
+
 
 class CheckpointError(ValueError):
     """What was found, in which file, and what to do. Nothing of the running model has changed when it is raised
-    by a load."""
+    by a load, unless it says so."""
+
+
+@contextlib.contextmanager
+def lost_peers(mesh: Mesh, what: str, then: str) -> Iterator[None]:
+    """A rank that died or never came: CheckpointError on those that waited for it. Its cause is what the exchange
+    raised, which names the rank where that is known."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not mesh.stuck:
+            raise
+        raise CheckpointError(f"{what} did not end on every rank. {error} {then}") from error

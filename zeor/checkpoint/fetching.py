@@ -22,7 +22,6 @@ from torch import Tensor
 from zeor.checkpoint.commit import hidden_name
 from zeor.checkpoint.manifest import digest
 from zeor.checkpoint.opening import Opened, raise_first
-from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, Wanted, spans, wanted_by_file
 from zeor.checkpoint.urls import Place
 from zeor.comm.agree import exchange
@@ -70,12 +69,8 @@ class Files:
 
     def _not_here(self, needs: Iterable[Need]) -> dict[int, list[Wanted]]:
         """What is needed of files that are not here; no memory is taken for it."""
-        unread = []
-        for each in needs:
-            nothing = torch.empty(each.numel, dtype=DTYPES[each.stored.dtype], device="meta")
-            unread.append(Need(each.stored, each.start, each.numel, nothing))
         files = self._manifest.files
-        return {n: items for n, items in wanted_by_file(unread).items() if not self._is_here(files[n].name)}
+        return {n: items for n, items in wanted_by_file(list(needs)).items() if not self._is_here(files[n].name)}
 
     def _blocks(self, number: int, wanted: list[Wanted]) -> list[int]:
         info, size = self._manifest.files[number], self._manifest.block_nbytes

@@ -83,7 +83,7 @@ def verify(found: Description, progress: Progress = lambda nbytes: None) -> None
             continue  # `describe` has said so
         done = 0
         try:
-            with BlockReader(path, file, found.manifest.block_nbytes) as reader:
+            with BlockReader(path, file, found.manifest.block_nbytes, alone=True) as reader:
                 for nbytes in reader.verify():
                     progress(nbytes)
                     done += nbytes

@@ -2,8 +2,8 @@
 
 1. Rank 0 finds the checkpoint; every rank reads the manifest, and all agree that it is the same and that it fits
    (opening.py). What only other hosts have is fetched from them (fetching.py).
-2. Every rank reads and verifies what it needs into host memory of its own; where that is short, it verifies only,
-   and reads again in step 4, a little at a time.
+2. Every rank reads and verifies what it needs into memory of its own, the device's or the host's; where both are short,
+   it verifies only, and reads again in step 4, a little at a time.
 3. All ranks agree that nothing was wrong. Until here nothing of the run has changed.
 4. The values go where they belong: through masters, to optimizers, loaders, generators.
 """
@@ -20,12 +20,12 @@ from torch import Tensor
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import plain, staging
 from zeor.checkpoint.doubt import Paths, check_rng, check_roles, check_scalar, check_settings
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.fetching import Files
 from zeor.checkpoint.opening import Opened, open_checkpoint, together
 from zeor.checkpoint.reading import Need, need, read_all
 from zeor.checkpoint.resuming import go_to, position_of, set_rng
-from zeor.checkpoint.room import is_short
+from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.staging import Staging
 from zeor.checkpoint.urls import Place
@@ -57,7 +57,8 @@ class Load:
             if (parts.PARAM, name) in self._stored and (parts.BUFFER, name) not in self._stored:
                 self._stored[parts.BUFFER, name] = self._stored.pop((parts.PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        self.staging = Staging(files, self.manifest)
+        alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.engine.slots)
+        self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
@@ -120,7 +121,8 @@ class Load:
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     take = functools.partial(self._put_parameter, slot, segment)
-                    self.staging.add(need(stored, segment.start, segment.numel), take)
+                    each = need(stored, segment.start, segment.numel, self.run.mesh.device)
+                    self.staging.add(each, take)
         for name, param in self.run.plain_params.items():
             known.add(name)
             self._plan_whole(parts.PARAM, name, param)
@@ -143,7 +145,7 @@ class Load:
             )
         else:
             take = functools.partial(_copy, tensor)
-            self.staging.add(need(stored, 0, tensor.numel()), take)
+            self.staging.add(need(stored, 0, tensor.numel(), tensor.device), take)
 
     def _check_names(self) -> None:
         if self.strict and (self.missing or self.unexpected):
@@ -187,7 +189,8 @@ class Load:
             for param in group["params"]:
                 slot = stepper.segments.slots[id(param)]
                 name = self.run.names[id(slot.user)]
-                if stepper.segments.of(param) is None:
+                mine = stepper.segments.of(param)
+                if mine is None:
                     continue
                 where, paths = stepper.segments.at(param), Paths(str(self.path))
                 for role, key in saved["keys"].items():
@@ -198,7 +201,7 @@ class Load:
                     if role != parts.role_of(number, path):
                         raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
                     if stored.shape == slot.shape:
-                        each, begin = need(stored, where.start, where.numel), where.start
+                        each, begin = need(stored, where.start, where.numel, mine.device), where.start
                     else:
                         each, begin = need(stored, 0, torch.Size(stored.shape).numel()), None
                     self.staging.add_piece(each, pieces, slot.name, path, begin)
@@ -214,7 +217,7 @@ class Load:
             stored = self._stored.get((f"ema.{key}", name))
             if stored is None or mine.begin is None:
                 raise CheckpointError(f"{self.path} has no average {key!r} of {name!r}; leave it out of extra=.")
-            each = need(stored, mine.begin, mine.value.numel())
+            each = need(stored, mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
         self._averages.append((int(self.value("extra")[key]["updates"]), average, pieces))
 
@@ -225,9 +228,9 @@ class Load:
 
     # ---- step 2
 
-    def read(self, verify_only: bool) -> None:
+    def read(self, host_is_short: bool) -> None:
         read_all(self._files, self.manifest, list(self._needs.values()))
-        self.staging.read(drop=verify_only)
+        self.staging.read(host_is_short)
         if self._same_world:
             check_rng(str(self.path), self._rng(), self.run.mesh.device)
 
@@ -237,7 +240,7 @@ class Load:
         """This rank's part of everything; no rank waits for another in here."""
         self.run.engine.drain()
         for stepper in self.run.steppers:
-            stepper.optimizer.state.clear()
+            stepper.clear_state()
         self.staging.fill(after_batch=self._put_pieces)
         self._put_pieces()
 
@@ -306,11 +309,12 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     plan = functools.partial(this.plan, averages, others, data is not None)
     together(mesh, lambda: _guarded(plan, path), "exchange about whether a checkpoint fits")
     files.fetch(this.needs)
-    tight = is_short(mesh, this.staging.nbytes, staging.STAGED_SHARE)
-    read = functools.partial(this.read, tight)
+    short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
+    read = functools.partial(this.read, short)
     together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
-    together(mesh, lambda: _guarded(this.fill, path), "exchange about the filling in of a checkpoint")
-    this.publish()
+    with lost_peers(mesh, f"Loading {path}", "The run is changed in part; load once more."):
+        together(mesh, lambda: _guarded(this.fill, path), "exchange about the filling in of a checkpoint")
+        this.publish()
     found = this.value("extra") or {}
     for key, value in others.items():
         if key in found:

@@ -8,6 +8,7 @@ is taken if any is whole. One that lacks a file of a host that has others was da
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable
@@ -223,7 +224,11 @@ def _was_not_committed(one: _Candidate, lost: list[str], holders: dict[str, list
 def _opened(mesh: Mesh, folder: Place, one: _Candidate, source: int, holders: dict[str, list[int]]) -> Opened:
     """The manifest, to ranks that have none."""
     path = folder / one.name if one.name else folder
-    data = read_manifest(path).to_bytes() if mesh.rank == source else None
+
+    def read() -> bytes | None:  # it was there when it was offered: it may be gone by now
+        return read_manifest(path).to_bytes() if mesh.rank == source else None
+
+    data = together(mesh, read, "reading of a checkpoint's manifest")
     data = broadcast_bytes(mesh, data, source, "sending of a checkpoint's manifest")
     return Opened(path, parse(data, str(path / NAME)), holders)
 
@@ -234,7 +239,9 @@ def _raise_lost(mesh: Mesh, folder: Place, mine: _Candidate | None, lost: list[s
     if mine is not None:
         path = folder / mine.name if mine.name else folder
         named = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
-        held = _held(read_manifest(path), lost).replace(" It holds", " There are")
+        held = ""
+        with contextlib.suppress(CheckpointError):  # gone by now; other ranks wait for this one
+            held = _held(read_manifest(path), lost).replace(" It holds", " There are")
         text = (
             f"{path} cannot be loaded: {named}: on no rank's disk.{held} Bring back the host that has them, or copy "
             "them to any other."

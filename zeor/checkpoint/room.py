@@ -1,4 +1,7 @@
-"""How much host memory can be had, and whether all ranks of a host together ask for more than a share of it."""
+"""How much memory can be had, of the host or of a device.
+
+Ranks of a host share it: `is_short` tells whether together they ask for more than a share of what is free.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
@@ -39,6 +44,16 @@ def free_nbytes() -> int | None:
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         found.append(max(0, limit - used + int(fields["inactive_file"])))  # cached files make way
     return min(found, default=None)
+
+
+def device_free_nbytes(device: torch.device) -> int:
+    """What can be allocated there, with what torch keeps for itself and does not use; 0 where nothing is known."""
+    module: Any = torch.get_device_module(device)
+    try:
+        free, _ = module.mem_get_info(device)
+        return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def short_of(everyone: Sequence[Sequence[Any]], share: float) -> dict[str, tuple[int, int]]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeor.checkpoint import load as loading
 from zeor.checkpoint.background import Saving, Target, saver_of
+from zeor.checkpoint.errors import lost_peers
 from zeor.checkpoint.load import Loaded
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.urls import Place, place_of
@@ -66,7 +67,7 @@ def save(
 
     It appears as `folder/step-...` at once and whole, or not at all. A full disk or a lost mount leaves what was there
     before, and raises zeor.CheckpointError on every rank: training may go on. Where a rank dies nothing is lost either:
-    the others raise the RuntimeError that names it. No pickle is written.
+    the others raise it too, naming the rank where that is known. No pickle is written.
 
     folder  a path that ranks share or, where they do not, that each host has: it then keeps the files of its own ranks.
             Or a URL that fsspec knows ("s3://bucket/run"; ranks share it).
@@ -91,7 +92,8 @@ def save(
     run = run_of(model, optimizer)
     content = {"extra": extra, "data": data}
     target = Target(place_of(folder), step, keep)
-    return saver_of(run).save(run, content, target, later=asynchronous, refuse=busy == "raise")
+    with lost_peers(run.mesh, *target.lost_words):
+        return saver_of(run).save(run, content, target, later=asynchronous, refuse=busy == "raise")
 
 
 def load(
@@ -112,7 +114,8 @@ def load(
     """
     run = run_of(model, optimizer)
     saver_of(run).settle()  # what is being written may be the latest
-    return loading.load(run, place_of(folder), extra, data, strict)
+    with lost_peers(run.mesh, f"Loading {folder}", "Nothing of the run has changed."):
+        return loading.load(run, place_of(folder), extra, data, strict)
 
 
 def run_of(model: nn.Module, optimizer: Any) -> Run:

@@ -154,6 +154,12 @@ class Uploads(Disk):
         self._files[len(self._files)] = _Upload(path)
         return len(self._files) - 1
 
+    def open_direct(self, path: Any) -> int:
+        return -1
+
+    def reserve(self, fd: int, nbytes: int) -> None:
+        pass
+
     def write(self, fd: int, parts: Sequence[memoryview | bytes], position: int) -> None:
         self._files[fd].write(parts, position)
 

@@ -1,30 +1,37 @@
 """One safetensors file of pieces, written as it comes, hashed on the way.
 
-    sources --read()--> host memory --blocks--> a few threads, each: hash, then write at its place
+    sources --read()--> host memory --blocks--> threads, each: copy to whole pages, hash, write past the page cache
 
-Host tensors are hashed and written where they lie; a device's travel through a ring of staging buffers. Hashing
-and writing of different blocks overlap; the file is synced before its description is returned. Knows nothing of
+What cannot be written so (the end of a file, a filesystem that has no direct writes) is hashed and written where it
+lies. A device's tensors travel through a ring of staging buffers. Hashing and writing of different blocks overlap; the
+file is synced before its description is returned. Knows nothing of
 models, ranks or manifests beyond the description of a file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zeor.checkpoint.disk import Disk
 from zeor.checkpoint.manifest import BLOCK_NBYTES, FileInfo, new_hash
+from zeor.checkpoint.pages import Scratch
 from zeor.checkpoint.tensorfile import DTYPES
 from zeor.checkpoint.urls import Place
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STAGING_NBYTES, _STAGINGS = 32 << 20, 3
+_ALIGNED = 64  # where the data begins: as memory likes it
+_THREADS = max(4, min(8, os.cpu_count() or 1))  # most of them wait for the disk
 _MOST_JOBS = 16  # blocks read and not written yet
 
 
@@ -51,7 +58,7 @@ def header(sources: Sequence[Source]) -> bytes:
         entry = {"dtype": _NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [position, end]}
         table[source.key], position = entry, end
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNED)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -60,26 +67,43 @@ def write_file(
 ) -> FileInfo:
     """Write and sync a file; its description. Wider dtypes come first, so that every tensor is aligned."""
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)
-    fd = disk.create(path)
+    begin = header(ordered)
+    nbytes = len(begin) + sum(source.nbytes for source in ordered)
+    fd, direct = disk.create(path), -1
     try:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="zeor-save") as threads:
-            blocks = _Blocks(disk, fd, threads, progress)
-            blocks.feed(header(ordered))
+        if nbytes >= BLOCK_NBYTES:
+            disk.reserve(fd, nbytes)
+            direct = disk.open_direct(path)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="zeor-save") as threads:
+            blocks = _Blocks(disk, _File(fd, direct), threads, progress)
+            blocks.feed(begin)
             staging = _Staging()
             for source in ordered:
                 staging.feed(source, blocks)
             hashes = blocks.end()
         disk.sync(fd)
     finally:
+        if direct >= 0:
+            disk.close(direct)
         disk.close(fd)
     return FileInfo(path.name, blocks.nbytes, hashes)
+
+
+@dataclass
+class _File:
+    fd: int
+    direct: int  # the same file past the page cache, or -1
 
 
 class _Blocks:
     """Cuts what it is fed into blocks; each is hashed and written by one thread."""
 
-    def __init__(self, disk: Disk, fd: int, threads: ThreadPoolExecutor, progress: Callable[[int], None]):
-        self._disk, self._fd, self._threads, self._progress = disk, fd, threads, progress
+    def __init__(self, disk: Disk, file: _File, threads: ThreadPoolExecutor, progress: Callable[[int], None]):
+        self._disk, self._file, self._threads, self._progress = disk, file, threads, progress
+        self._ring: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
+        if file.direct >= 0:
+            for _ in range(_THREADS):
+                self._ring.put(Scratch(BLOCK_NBYTES, pinned=False))
         self._parts: list[memoryview | bytes] = []
         self._held_nbytes = 0
         self._jobs: list[Future[str]] = []
@@ -106,12 +130,32 @@ class _Blocks:
             self._jobs[-_MOST_JOBS].result()  # a temporary lives as long as its job
 
     def _job(self, parts: list[memoryview | bytes], position: int, nbytes: int) -> str:
-        hasher = new_hash()
-        for part in parts:
-            hasher.update(part)
-        self._disk.write(self._fd, parts, position)
+        if self._file.direct >= 0 and nbytes == BLOCK_NBYTES:
+            scratch = self._ring.get()
+            try:
+                found = self._write_pages(parts, position, scratch)
+            finally:
+                self._ring.put(scratch)
+        else:
+            found = _digest(parts)
+            self._disk.write(self._file.fd, parts, position)
         self._progress(nbytes)
-        return hasher.hexdigest()
+        return found
+
+    def _write_pages(self, parts: list[memoryview | bytes], position: int, scratch: Scratch) -> str:
+        """Gathered where a direct write can take it, and where its hash finds it at hand."""
+        data, done = scratch.bytes.numpy(), 0
+        for part in parts:
+            np.copyto(data[done : done + len(part)], np.frombuffer(part, dtype=np.uint8))
+            done += len(part)
+        found = _digest([data.data])
+        try:
+            self._disk.write(self._file.direct, [data.data], position)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # it wants more than pages
+                raise
+            self._disk.write(self._file.fd, [data.data], position)
+        return found
 
     def settle(self) -> None:
         """Everything fed so far may be overwritten: full blocks are written, the begun one is copied."""
@@ -125,6 +169,13 @@ class _Blocks:
         if self._parts:
             self._submit()
         return [job.result() for job in self._jobs]
+
+
+def _digest(parts: Sequence[memoryview | bytes]) -> str:
+    hasher = new_hash()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 class _Staging:
