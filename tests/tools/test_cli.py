@@ -56,6 +56,35 @@ def test_plan_of_a_large_model_allocates_nothing(capsys: pytest.CaptureFixture[s
     assert "GiB" in capsys.readouterr().out
 
 
+def test_plan_by_tier_shows_peaks(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--size", "gpt2", "--precision", "bf16", "--stages", "3", "--worlds", "1", "--batch", "2", "512"]
+    assert cli.main([*asked, "--offload", "host", "--release"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split() == ["stage", "ranks", *plan.TIERS]
+    cells = dict(zip(plan.TIERS, lines[-1].split()[2::2]))
+    assert float(cells["host"]) == pytest.approx(10 * 124.4e6 / 2**30, rel=0.6)  # the head is not tied to the tokens
+    assert cells["disk"] == "0" and float(cells["activations"]) > 0
+
+
+def test_plan_says_what_fits_beside_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--precision", "bf16", "--fits", "24", "80"]
+    assert cli.main([*asked, "--release", "--moments", "int8"]) == 0
+    rows = {line.split()[0]: line.split()[2:] for line in capsys.readouterr().out.splitlines()[5:]}
+    assert rows["gpt2-xl"] == ["0", "0"]
+    assert rows["65b"] == ["-", "-"]
+    assert float(rows["7b"][0]) > float(rows["7b"][1]) == 0
+
+
+def test_plan_of_auto_needs_budgets_and_heeds_them(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--size", "gpt2-xl", "--precision", "bf16", "--stages", "3", "--worlds", "1", "--offload", "auto"]
+    with pytest.raises(SystemExit, match="give both budgets"):
+        cli.main(asked)
+    assert cli.main([*asked, "--device-budget", "16GiB", "--host-budget", "64GiB"]) == 0
+    assert "GiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is room for"):
+        cli.main([*asked, "--device-budget", "8GiB", "--host-budget", "1GiB"])
+
+
 def test_plan_refuses_impossible_sizes() -> None:
     with pytest.raises(SystemExit, match="heads do not divide"):
         cli.main(["plan", "--width", "100", "--heads", "3"])

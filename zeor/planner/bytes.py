@@ -1,39 +1,47 @@
-"""Bytes per rank by role, from shapes alone: the table of roles and the layout, multiplied out.
+"""`zeor.predict`: bytes per rank by role and by tier, and their peaks, before anything is allocated.
 
-Uses the same unit finding, the same lane keys and the same layout as the engine, on a model that may
-be on the meta device. What it predicts for resident roles is exact; the transient figure is the bound
-of the formula in `transient`.
+Uses the same unit finding, lane keys, layout and places as the engine (rests.py), on a model that may be on the meta
+device. What it says of resident roles and tiers is exact; `transient` is the bound of the formula in peaks.py. Given a
+batch, the model's forward and backward are run without values (trace.py), and peaks include activations.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from zeor.layout import LaneLayout, lay_out
-from zeor.memory.master import master_itemsize
-from zeor.memory.roles import STAGES, Column, Residency
+from zeor.memory.roles import Column, Residency
+from zeor.memory.view import View
+from zeor.optim.moments import MOMENTS
 from zeor.plan import Plan, Precision, nearest
-from zeor.runtime.discover import UnitSpec, find_units
-from zeor.runtime.keys import lane_key
-from zeor.runtime.lane import LaneKey
+from zeor.planner import automatic
+from zeor.planner.peaks import Model, buffers_nbytes, device_peak, host_peak, transient_nbytes
+from zeor.planner.rests import PlannedLane, Setting, fullest_rank, plan_lanes
+from zeor.planner.trace import Trace, Workload, trace
+from zeor.runtime.discover import find_units
 
-# Moments an optimizer keeps per element, by class name; anything else is asked for.
-MOMENTS = {
-    "SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "Adadelta": 2,
-    "RMSprop": 1, "ASGD": 1, "Rprop": 2, "Muon": 1,
-}  # fmt: skip
-_OPTIONS = ("units", "prefetch", "native_reduce")
+_OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel")
+_OPTIONS = ("units", "native_reduce", "batch", "inputs", "loss", *_OF_PLAN)
+_ONE_PASS = ("Adam", "AdamW", "SGD")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes on one rank. `padding` is contained in the roles; `transient` comes on top at the peak."""
+    """Bytes on one rank.
+
+    compute, grad, master, moments: at rest, on whatever tier. `padding` is contained in them; `transient` is what of
+    zeor's own comes on top while a step runs. device, host, disk: at rest on each tier; with delay=1 the device has
+    `lagging` besides. `window`: on the device, what state that rests elsewhere passes through. `activations`: the most
+    the model's own computation has alive, where batch= or inputs= was given.
+
+    `device_peak`: what torch.cuda.max_memory_allocated() will be; not the driver's context, nor what torch's allocator
+    holds in reserve. `host_peak`: what the process grows by after torch was imported and the device first used, pinned
+    memory and libraries that training loads included (zeor/planner/peaks.py). Both are meant never to be under.
+    """
 
     compute: int
     grad: int
@@ -41,6 +49,14 @@ class Prediction:
     moments: int
     padding: int
     transient: int
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    lagging: int = 0
+    window: int = 0
+    activations: int = 0
+    device_peak: int = 0
+    host_peak: int = 0
 
     @property
     def resident(self) -> int:
@@ -48,12 +64,6 @@ class Prediction:
 
     def as_dict(self) -> dict[str, int]:
         return {**vars(self), "resident": self.resident}
-
-
-@dataclass(frozen=True)
-class _Lane:
-    key: LaneKey
-    layout: LaneLayout
 
 
 def predict(
@@ -67,8 +77,13 @@ def predict(
 ) -> Prediction:
     """What `shard(model, ..., stage=stage)` will hold on each of `world` ranks. Nothing is allocated.
 
-    `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=,
-    prefetch=, native_reduce= (True for NCCL; Gloo receives a whole buffer).
+    `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=, and as given
+    to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=; native_reduce= (True for NCCL and
+    an accelerator; Gloo receives a whole buffer).
+
+    What a step computes, for peaks with activations: batch=(sequences, tokens) for a model of tokens, or inputs=, the
+    model's arguments; loss=, a function of the model and the inputs (with batch=: tokens and targets), else the
+    cross-entropy of float logits against targets, or the model's output where it is the loss itself.
     """
     for name in options:
         if name not in _OPTIONS:
@@ -78,48 +93,55 @@ def predict(
             f"optimizer={optimizer!r} is not known to the planner{nearest(optimizer, list(MOMENTS))}; give the number "
             "of tensors it keeps per parameter instead, such as optimizer=2."
         )
-    moments = MOMENTS[optimizer] if isinstance(optimizer, str) else optimizer
+    chosen = {name: options[name] for name in _OF_PLAN if name in options}
+    plan = Plan.parse({"stage": stage, "precision": precision, **chosen})
+    count = MOMENTS[optimizer] if isinstance(optimizer, str) else optimizer
+    one_pass = optimizer in _ONE_PASS if isinstance(optimizer, str) else False
+    setting = Setting(plan, world, count, bool(options.get("native_reduce", False)), one_pass)
+    known = _model(model, setting, options)
+    if plan.offload is not None and plan.offload.auto:
+        begun = automatic.begun_nbytes(known)
+        known = automatic.place(known)
+        found = _prediction(replace(known, rank=fullest_rank(known.flat, world)))
+        return replace(found, host_peak=max(found.host_peak, begun))
+    return _prediction(known)
+
+
+def _model(model: nn.Module, setting: Setting, options: dict[str, Any]) -> Model:
     units = find_units(model, options.get("units"))
-    lanes = [_lanes(unit, world, Precision.parse(precision)) for unit in units]
-    column = STAGES[Plan(stage=stage).stage]
-    flat = [lane for unit in lanes for lane in unit]
-    total: dict[str, int] = defaultdict(int)
-    for lane in flat:
-        for role, nbytes in _resident(lane, column).items():
-            total[role] += nbytes
-    total["moments"] = moments * _updated_nbytes(flat, column, world)
-    native = bool(options.get("native_reduce", False))
-    transient_nbytes = transient(lanes, column, world, int(options.get("prefetch", 1)), native)
+    lanes, setting = plan_lanes(units, setting)
+    work = Workload.parse(options.get("batch"), options.get("inputs"), options.get("loss"))
+    found = Trace()
+    if work is not None:
+        if any(isinstance(param, View) for param in model.parameters()):
+            raise ValueError("The model is sharded already; call zeor.predict before zeor.shard to count activations.")
+        found = trace(model, units, setting.plan, work)
+    rank = fullest_rank([lane for unit in lanes for lane in unit], setting.world)
+    return Model(units, lanes, setting, rank, found, buffers_nbytes(model))
+
+
+def _prediction(model: Model) -> Prediction:
+    roles, tiers = Counter[str](), Counter[str]()
+    for array in model.arrays():
+        roles[array.role] += array.nbytes
+        tiers[array.tier] += array.nbytes
+    if not any(lane.streamed for lane in model.flat):  # exact in a world of any size
+        more = model.setting.moments * _updated_nbytes(model.flat, model.setting.column, model.setting.world)
+        tiers["device"] += more - roles["moments"]
+        roles["moments"] = more
     return Prediction(
-        **{role: total[role] for role in ("compute", "grad", "master", "moments", "padding")},
-        transient=transient_nbytes,
+        **{role: roles[role] for role in ("compute", "grad", "master", "moments", "lagging")},
+        padding=sum(lane.layout.padding_numel * lane.key.compute_dtype.itemsize for lane in model.flat),
+        transient=transient_nbytes(model),
+        **{tier: tiers[tier] for tier in ("device", "host", "disk")},
+        window=model.window().device,
+        activations=model.trace.peak,
+        device_peak=device_peak(model),
+        host_peak=host_peak(model),
     )
 
 
-def _lanes(unit: UnitSpec, world: int, precision: Precision) -> list[_Lane]:
-    by_key: dict[LaneKey, list[torch.Size]] = defaultdict(list)
-    for _, param, owners in unit.params:
-        by_key[lane_key(param, owners, precision)].append(param.shape)
-    return [_Lane(key, lay_out(shapes, world)) for key, shapes in by_key.items()]
-
-
-def _held(residency: Residency, layout: LaneLayout) -> int:
-    return layout.slice_numel if residency is Residency.SLICE else layout.numel
-
-
-def _resident(lane: _Lane, column: Column) -> dict[str, int]:
-    """The row of each role but the moments, for one lane."""
-    key, layout = lane.key, lane.layout
-    compute = _held(column.compute, layout) * key.compute_dtype.itemsize
-    result = {"compute": compute, "padding": layout.padding_numel * key.compute_dtype.itemsize}
-    if key.master_dtype is not None:
-        result["master"] = _held(column.update, layout) * master_itemsize(key.master_dtype, key.compute_dtype)
-    if key.trainable:
-        result["grad"] = (layout.numel if column.grad_buffer else layout.slice_numel) * key.reduce_dtype.itemsize
-    return result
-
-
-def _updated_nbytes(lanes: Sequence[_Lane], column: Column, world: int) -> int:
+def _updated_nbytes(lanes: Sequence[PlannedLane], column: Column, world: int) -> int:
     """Master-sized bytes of the elements one rank updates, padding left out, on the rank that has the most."""
     total, lost = 0, Counter[int]()  # lost: by rank, what gaps take from its slices
     for key, layout in ((lane.key, lane.layout) for lane in lanes):
@@ -134,36 +156,3 @@ def _updated_nbytes(lanes: Sequence[_Lane], column: Column, world: int) -> int:
             for rank in range(begin // part, -(-end // part)):
                 lost[rank] += (min(end, (rank + 1) * part) - max(begin, rank * part)) * itemsize
     return total - (min(lost.values()) if len(lost) == world else 0)
-
-
-def transient(lanes: Sequence[list[_Lane]], column: Column, world: int, prefetch: int, native: bool) -> int:
-    """The most of backward and step: they do not meet.
-
-    Backward: (1 + prefetch) x compute + 2 x gradient + 1 x receive buffer of the largest units + what the root
-    keeps. The root's compute stays from the beginning of forward to the end of backward, and its gradients arrive
-    until then. Where compute rests FULL, or the gradient's buffer stays, that term is resident instead.
-    Step: the largest unit's master, where it rests split, and its gradient as wide as the master.
-    """
-    step = max((sum(_fetched_nbytes(lane, column) for lane in unit) for unit in lanes), default=0)
-    if world == 1:
-        return step
-    compute = [sum(x.layout.numel * x.key.compute_dtype.itemsize for x in unit) for unit in lanes]
-    grad = [sum(x.layout.numel * x.key.reduce_dtype.itemsize for x in unit if x.key.trainable) for unit in lanes]
-    receive = max((g // world if native else g for g in grad), default=0)
-    total = receive
-    inner = sorted(compute[1:], reverse=True)
-    if column.compute is Residency.SLICE:
-        total += compute[0] + sum(inner[: 1 + prefetch])
-    if not column.grad_buffer:
-        total += grad[0] + 2 * max(grad[1:], default=0)
-    return max(total, step)
-
-
-def _fetched_nbytes(lane: _Lane, column: Column) -> int:
-    """What one lane's update needs beside what rests: see memory/master.py."""
-    key = lane.key
-    if not key.trainable or key.master_dtype is None:
-        return 0
-    fetched = master_itemsize(key.master_dtype, key.compute_dtype) not in (0, key.master_dtype.itemsize)
-    widened = key.reduce_dtype != key.master_dtype
-    return _held(column.update, lane.layout) * key.master_dtype.itemsize * (fetched + widened)

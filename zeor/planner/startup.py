@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.memory import device as devices
+from zeor.optim.moments import MOMENTS, moment_count
 from zeor.optim.one_pass import why_not
-from zeor.planner.bytes import MOMENTS, predict
+from zeor.planner.bytes import predict
 from zeor.runtime.engine import Engine
 
 log = logging.getLogger("zeor")
@@ -55,23 +56,41 @@ def _dtypes(engine: Engine) -> str:
 
 
 def _bytes(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> str:
-    """Predicted bytes by role; moments only where the planner knows the optimizer."""
-    known = [MOMENTS[type(o).__name__] for o in optimizers if type(o).__name__ in MOMENTS]
+    """Predicted bytes by role, and by tier where there are several; moments only where the planner knows the
+    optimizer."""
     plan = engine.plan
+    automatic = plan.offload is not None and plan.offload.auto
     predicted = predict(
         model,
         world=engine.mesh.world,
         stage=plan.stage,
         precision=plan.precision,
-        optimizer=max(known, default=0),
+        optimizer=_optimizer(optimizers),
         units=[unit.module for unit in engine.units[1:] if unit.module is not None],
         prefetch=plan.prefetch,
-        native_reduce=engine.mesh.native_reduce,
+        native_reduce=engine.mesh.native_reduce and engine.mesh.device.type != "cpu",
+        offload=None if automatic else plan.offload,
+        moments=plan.moments,
+        release=plan.release,
+        delay=plan.delay,
+        kernel=plan.kernel,
     )
-    roles = [
-        (role, getattr(predicted, role))
-        for role in ("compute", "grad", "master", "moments")
-        if getattr(predicted, role)
-    ]
-    told = ", ".join(f"{role} {nbytes / 1e6:,.1f} MB" for role, nbytes in roles)
+    told = _told({role: getattr(predicted, role) for role in ("compute", "grad", "master", "moments")})
+    if automatic:
+        told += "; master and moments are placed by what is free at the first step"
+    elif plan.streams:
+        tiers = {tier: getattr(predicted, tier) for tier in ("device", "host", "disk", "window")}
+        told += f"; by tier: {_told(tiers)}"
     return f"{told}; at most {predicted.transient / 1e6:,.1f} MB more while a step runs"
+
+
+def _optimizer(optimizers: list[Optimizer]) -> str | int:
+    """By name where that says everything, else by what it keeps for each element."""
+    known = [each for each in optimizers if type(each).__name__ in MOMENTS]
+    name = type(known[0]).__name__ if len(known) == 1 else ""
+    most = max(map(moment_count, known), default=0)
+    return name if name and MOMENTS[name] == most else most
+
+
+def _told(nbytes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count / 1e6:,.1f} MB" for name, count in nbytes.items() if count)

@@ -1,23 +1,31 @@
-"""`zeor plan`: bytes per rank and role for a GPT of some size, by stage and number of ranks.
+"""`zeor plan`: bytes per rank for a GPT of some size, by stage and number of ranks: by role, or by tier and peaks.
 
-Nothing is allocated: the model is built on the meta device and only its shapes are read. predict() is the one
-place in tools/ that asks the planner.
+    zeor plan --size 7b                                        # by role
+    zeor plan --size 7b --precision bf16 --offload host --batch 8 2048   # by tier, with activations
+    zeor plan --precision bf16 --moments int8 --release --fits 24 40 80  # host GiB that each model needs beside a GPU
+
+Nothing is allocated: the model is built on the meta device, its shapes are read, and forward and backward run without
+values. Only this file in tools/ asks the planner.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
 import zeor
-from zeor.planner.bytes import MOMENTS
+from zeor.optim.moments import MOMENTS
+from zeor.planner.fits import beside
 from zeor.tools.gpt import GPT, GPTConfig
 from zeor.tools.show import human_bytes, table
 
 ROLES = ("compute", "grad", "master", "moments")
 # The columns of a table of bytes. Padding is part of the roles; the transient bytes come on top of them.
 COLUMNS = (*ROLES, "padding", "resident", "transient")
+TIERS = ("device", "host", "disk", "window", "activations", "device_peak", "host_peak")
+GIB = 1 << 30
 SIZES = {
     "tiny": GPTConfig(),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50257),
@@ -25,6 +33,8 @@ SIZES = {
     "gpt2-large": GPTConfig(layers=36, width=1280, heads=20, context=1024, vocab=50257),
     "gpt2-xl": GPTConfig(layers=48, width=1600, heads=25, context=1024, vocab=50257),
     "7b": GPTConfig(layers=32, width=4096, heads=32, context=4096, vocab=50257),
+    "13b": GPTConfig(layers=40, width=5120, heads=40, context=4096, vocab=50257),
+    "30b": GPTConfig(layers=48, width=7168, heads=56, context=4096, vocab=50257),
     "65b": GPTConfig(layers=80, width=8192, heads=64, context=4096, vocab=50257),
 }
 
@@ -86,20 +96,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", choices=sorted(MOMENTS), default="AdamW", help="of torch.optim (default: %(default)s)"
     )
 
+    add_tier_arguments(parser)
+
+
+def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that ask for bytes by tier, and for peaks."""
+    parser.add_argument("--offload", choices=("host", "auto"), help="where master and moments rest (default: device)")
+    parser.add_argument("--moments", choices=("exact", "bf16", "int8"), default="exact", help="default: %(default)s")
+    parser.add_argument("--release", action="store_true", help="gradients are used and freed inside backward")
+    parser.add_argument("--recompute", choices=("none", "blocks", "offload"), default="blocks",
+                        help="what a step's activations are counted with (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--batch", type=int, nargs=2, metavar=("SEQUENCES", "TOKENS"), help="count activations too")
+    parser.add_argument("--device-budget", metavar="BYTES", help="of --offload auto, such as 80GiB")
+    parser.add_argument("--host-budget", metavar="BYTES", help="of --offload auto, such as 500GiB")
+    parser.add_argument("--fits", type=float, nargs="+", metavar="GIB", help="GiB of host memory that each size needs "
+                        "beside a GPU of so many GiB, filled first (one rank, stage 3)")  # fmt: skip
+
 
 def run(options: argparse.Namespace) -> int:
     """`zeor plan` with its options read."""
+    try:
+        return _fits(options) if options.fits else _plan(options)
+    except ValueError as error:
+        raise SystemExit(f"zeor: {error}") from None
+
+
+def _plan(options: argparse.Namespace) -> int:
     config = chosen_size(options)
     numel = sum(parameter.numel() for parameter in meta_model(config).parameters())
     print(f"{config.layers} layers, width {config.width}, vocabulary {config.vocab}: {numel:,} parameters")
     print(f"bytes per rank with {options.optimizer}, {options.precision or 'fp32'}\n")
-    header = ["stage", "ranks", *COLUMNS, "peak"]
+    by_tier = bool(options.offload or options.batch or options.release or options.moments != "exact")
+    header = ["stage", "ranks", *(TIERS if by_tier else (*COLUMNS, "peak"))]
     rows = []
     for stage in options.stages:
         for world in options.worlds:
-            counts = predict(config, world, stage, options.precision, options.optimizer)
-            peak = counts["resident"] + counts["transient"]
-            sizes = [*(counts[column] for column in COLUMNS), peak]
+            if by_tier:
+                found = zeor.predict(meta_model(config), world=world, stage=stage, **asked(options)).as_dict()
+                sizes = [found[column] for column in TIERS]
+            else:
+                counts = predict(config, world, stage, options.precision, options.optimizer)
+                sizes = [*(counts[column] for column in COLUMNS), counts["resident"] + counts["transient"]]
             rows.append([str(stage), str(world), *map(human_bytes, sizes)])
+    print(table(header, rows))
+    return 0
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of zeor.predict that the command line gives."""
+    again = {"none": False, "blocks": True, "offload": "offload"}[options.recompute]
+    offload: Any = options.offload
+    if offload == "auto":
+        offload = zeor.Offload(auto=True, device_budget=options.device_budget, host_budget=options.host_budget)
+    return {
+        "precision": options.precision, "optimizer": options.optimizer, "native_reduce": True, "offload": offload,
+        "moments": options.moments, "release": options.release, "recompute": again,
+        "batch": tuple(options.batch) if options.batch else None,
+    }  # fmt: skip
+
+
+def _fits(options: argparse.Namespace) -> int:
+    """Of every built-in size of a billion parameters or more."""
+    given = {**asked(options), "batch": tuple(options.batch or (1, 1024))}
+    given.pop("offload")
+    header = ["size", "parameters", *(f"{gib:g} GiB GPU" for gib in options.fits)]
+    rows = []
+    for name, config in SIZES.items():
+        model = meta_model(config)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        if numel >= 1e9:
+            found = [beside(model, int(gib * GIB), **given) for gib in options.fits]
+            cells = ["-" if each is None else f"{each.host / GIB:,.0f}" for each in found]
+            rows.append([name, f"{numel / 1e9:.1f}B", *cells])
+    sequences, tokens = given["batch"]
+    how = "released in backward" if options.release else "kept until the step"
+    kept = f"{options.precision or 'fp32'}, {options.optimizer}, {options.moments} moments, gradients {how}"
+    print(f"GiB of host memory beside a GPU, filled first: {kept}, {sequences} x {tokens} tokens")
+    print("-: what must be on the GPU does not fit there\n")
     print(table(header, rows))
     return 0

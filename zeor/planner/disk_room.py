@@ -1,0 +1,79 @@
+"""Room on the disk tier: whether the folder can be used and what ranks will keep there fits, asked at shard().
+
+Before anything of the model has changed, and of all ranks together: those of one host may share a disk, and where one
+of them cannot go on the others must not wait for it. An estimate: fractions are kept by whole lanes, and moments come
+to rest at the first step. The arrays themselves take their space when they are made (memory/files.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from zeor.comm.agree import exchange
+from zeor.memory.folders import free_disk_nbytes
+from zeor.memory.master import master_itemsize
+from zeor.memory.roles import Residency
+from zeor.optim.moments import moment_count, moment_itemsize
+from zeor.plan import Share
+from zeor.runtime.engine import Engine
+from zeor.runtime.keys import lane_key
+from zeor.runtime.unit import Slot
+
+
+def check_disk(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> None:
+    """Raises on every rank."""
+    offload = engine.plan.offload
+    if offload is None or not offload.uses_disk or engine.mesh.fake:
+        return
+    refused, place, free = "", "", 0
+    try:
+        folder = engine.places.store.folder.folder
+        place = f"{socket.gethostname()}:{os.stat(folder).st_dev}"
+        free = free_disk_nbytes(folder)
+    except (RuntimeError, OSError) as error:
+        refused = str(error)
+    need = needed_nbytes(engine, slots, optimizers)
+    everyone = exchange(engine.mesh, [refused, place, need, free], "check of the offload folder")
+    if refused:
+        raise RuntimeError(refused)
+    for rank, (theirs, *_) in enumerate(everyone):
+        if theirs:
+            raise RuntimeError(f"Rank {rank} cannot offload to disk: {theirs}")
+    for rank, (_, where, _, room) in enumerate(everyone):
+        sharing = [number for number, each in enumerate(everyone) if each[1] == where]
+        total = sum(everyone[number][2] for number in sharing)
+        if total > room:
+            raise RuntimeError(
+                f"The offload folder {offload.folder} of rank {rank} has {room:,} bytes free, but {len(sharing)} "
+                f"rank(s) will keep about {total:,} there; free some space, choose another folder=, or keep more on "
+                "the host."
+            )
+
+
+def needed_nbytes(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> int:
+    """What this rank will keep on disk, but for padding."""
+    plan, world, column = engine.plan, engine.mesh.world, engine.column
+    assert plan.offload is not None
+    count = max((moment_count(each) for each in optimizers), default=0)
+    compute, master, grads, moments = (
+        _on_disk(getattr(plan.offload, role)) for role in ("compute", "master", "grads", "moments")
+    )
+    total = 0.0
+    for slot in slots:
+        key = lane_key(slot.user, slot.owners, plan.precision)
+        cut = slot.user.numel() / world
+        updated = slot.user.numel() if column.update is Residency.FULL else cut
+        total += compute * cut * key.compute_dtype.itemsize
+        if key.trainable and key.master_dtype is not None:
+            total += master * updated * master_itemsize(key.master_dtype, key.compute_dtype)
+            total += moments * updated * count * moment_itemsize(plan.moments, key.master_dtype)
+            total += 0 if column.grad_buffer else grads * cut * key.reduce_dtype.itemsize
+    return int(total)
+
+
+def _on_disk(share: Share) -> float:
+    return dict(share).get("disk", 0.0)

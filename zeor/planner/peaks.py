@@ -1,0 +1,269 @@
+"""Peaks: what the engine holds at each moment of a step, added to what the model's computation has alive then.
+
+    device_peak   what max_memory_allocated will show: arrays at rest, gradients as they arrive, activations (trace.py),
+                  windows, gathered units, cuBLAS's workspaces; rounded as torch's allocator rounds. Not the driver's
+                  context, not what the allocator holds in reserve, not a model that lay on the device in fp32 before.
+    host_peak     what the process grows by after torch was imported and the device first used: arrays on the host
+                  tier, staging memory, pages of files that are mapped, inputs that recompute="offload" keeps, and
+                  libraries that are loaded while training. Not data, and not what is "on the device" where the device
+                  is the host itself.
+
+Both are meant never to be under.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from zeor.memory.host import PAGE_NBYTES
+from zeor.memory.roles import Residency
+from zeor.optim.streaming import IN_FLIGHT
+from zeor.planner.blocks import device_nbytes, pinned_nbytes, reused_nbytes
+from zeor.planner.computed_again import shelf_nbytes
+from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
+from zeor.planner.trace import Trace
+from zeor.runtime.discover import UnitSpec
+from zeor.runtime.keys import lane_key
+
+_MIB = 1 << 20
+# cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.
+WORKSPACE_NBYTES = 2 * 32 * _MIB + 16 * _MIB
+LIBRARIES_NBYTES = 768 * _MIB  # cuBLAS's and Triton's code, kernels, staging of batches; up to 720 MiB were seen
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything that is known before the run."""
+
+    units: Sequence[UnitSpec]
+    lanes: Sequence[Sequence[PlannedLane]]  # by unit
+    setting: Setting
+    rank: int
+    trace: Trace
+    buffers_nbytes: int
+
+    @property
+    def flat(self) -> list[PlannedLane]:
+        return [lane for unit in self.lanes for lane in unit]
+
+    def arrays(self) -> list[Array]:
+        return [array for lane in self.flat for array in lane.arrays(self.rank)]
+
+    def window(self) -> Window:
+        return window_of(self.flat, self.rank)
+
+
+# ---- the device
+
+
+def device_peak(model: Model) -> int:
+    """The most of setting up, forward and backward, and step."""
+    window = model.window().device
+    rest = resting_nbytes(model) + gathered_nbytes(model)
+    rest += WORKSPACE_NBYTES if model.setting.native else 0
+    stepping = rest + window + model.trace.left + all_grads_nbytes(model) + update_nbytes(model.flat)
+    computing = rest + computing_nbytes(model)
+    if windows_stay(model):
+        computing += window + kept_by_windows(model)
+    elif model.setting.plan.release:
+        computing = max(computing, rest + window + computing_nbytes(model, first_update(model) or 0))
+    return max(computing, stepping, setup_nbytes(model))
+
+
+def windows_stay(model: Model) -> bool:
+    """Between steps: those that a thread beside the loop works with."""
+    return any(lane.wide or "disk" in lane.tiers for lane in model.flat if lane.streamed)
+
+
+def resting_nbytes(model: Model) -> int:
+    """On the device from step to step: all but gradients that come and go, and windows."""
+    stays = [a for a in model.arrays() if a.tier == "device" and (a.role != "grad" or model.setting.column.grad_buffer)]
+    return rounded_nbytes(stays) + model.buffers_nbytes
+
+
+def computing_nbytes(model: Model, begin: int = 0, end: int | None = None) -> int:
+    """Activations and gradients at the worst moment of forward and backward, while from `begin` to before `end`
+    gradients have arrived."""
+    both = [peak + held for peak, held in zip(model.trace.peaks, grads_by_arrival(model))]
+    return max(both[begin:end], default=0)
+
+
+def grads_by_arrival(model: Model) -> list[int]:
+    """Bytes of gradients the engine holds on the device when so many have arrived."""
+    setting, arrived = model.setting, model.trace.arrived
+    if setting.column.grad_buffer:  # they rest in what is there anyway; in a world of more than one they are sent
+        return [_receive_nbytes(model)] * (len(arrived) + 1)
+    sizes = _grads_of_params(model)
+    leaves = setting.plan.release
+    away = {lane.unit for lane in model.flat if lane.tiers.grads != "device"}
+    if setting.world > 1 and not arrived:  # nothing was traced
+        return [all_grads_nbytes(model) + _travelling_nbytes(model)]
+    if setting.world > 1:  # slices that stay, and whole gradients that are being sent; none before the first arrives
+        stay = [0 if leaves or sizes[id(param)][0] in away else sizes[id(param)][1] for param in arrived]
+        return [0, *(_travelling_nbytes(model) - (-held // setting.world) for held in accumulate(stay))]
+    # A unit's gradients leave when the next unit has all of its own; where a thread updates, when that is done.
+    lag = 1 + (IN_FLIGHT if windows_stay(model) else 0)
+    missing = Counter(sizes[id(param)][0] for param in arrived)
+    held, found, leaving = 0, [0], deque[int]()
+    by_unit: Counter[int] = Counter()
+    for param in arrived:
+        unit, nbytes = sizes[id(param)]
+        held, missing[unit] = held + nbytes, missing[unit] - 1
+        by_unit[unit] += nbytes
+        found.append(held)
+        if not missing[unit] and (leaves or unit in away) and unit:  # the root's stay to the end of backward
+            leaving.append(by_unit[unit])
+            if len(leaving) > lag:
+                held -= leaving.popleft()
+    return found
+
+
+def first_update(model: Model) -> int | None:
+    """With release=True, how many gradients have arrived when the first unit is updated: the second has all of its."""
+    if not model.setting.plan.release or not model.setting.adopts:
+        return None
+    sizes = _grads_of_params(model)
+    missing = Counter(sizes[id(param)][0] for param in model.trace.arrived)
+    whole = 0
+    for number, param in enumerate(model.trace.arrived):
+        unit, _ = sizes[id(param)]
+        missing[unit] -= 1
+        whole += unit > 0 and not missing[unit]
+        if whole == 2:
+            return number + 1
+    return None
+
+
+def _grads_of_params(model: Model) -> dict[int, tuple[int, int]]:
+    """By parameter: its unit, and what its gradient takes of the allocator."""
+    precision, found = model.setting.plan.precision, {}
+    for number, unit in enumerate(model.units):
+        for _, param, owners in unit.params:
+            itemsize = lane_key(param, owners, precision).reduce_dtype.itemsize
+            found[id(param)] = (number, reused_nbytes(param.numel() * itemsize))
+    return found
+
+
+def all_grads_nbytes(model: Model) -> int:
+    """When backward is over, where they come and go; of those that leave inside it the last."""
+    if model.setting.column.grad_buffer:
+        return 0
+    if model.setting.adopts and model.trace.arrived:
+        return grads_by_arrival(model)[-1]
+    if model.setting.plan.release:
+        grads = _unit_nbytes(model, of_grads=True)
+        return (grads[0] + 2 * max(grads[1:], default=0)) if model.setting.adopts else 0
+    return rounded_nbytes([a for a in model.arrays() if a.role == "grad" and a.tier == "device"])
+
+
+def _unit_nbytes(model: Model, of_grads: bool) -> list[int]:
+    def nbytes(lane: PlannedLane) -> int:
+        if of_grads:
+            return lane.layout.numel * lane.key.reduce_dtype.itemsize if lane.key.trainable else 0
+        return lane.layout.numel * lane.key.compute_dtype.itemsize if lane.frees else 0
+
+    return [sum(map(nbytes, unit)) for unit in model.lanes]
+
+
+def gathered_nbytes(model: Model) -> int:
+    """Compute of the root and of the largest units, while they are used; where it rests whole it is counted there."""
+    compute = _unit_nbytes(model, of_grads=False)
+    return compute[0] + sum(sorted(compute[1:], reverse=True)[: 1 + model.setting.plan.prefetch])
+
+
+def _receive_nbytes(model: Model) -> int:
+    if model.setting.world == 1:
+        return 0
+    largest = max(_unit_nbytes(model, of_grads=True))
+    return largest // model.setting.world if model.setting.native else largest
+
+
+def _travelling_nbytes(model: Model) -> int:
+    """Gradients that are being sent: the root's, of two units, and where they are received."""
+    grads = _unit_nbytes(model, of_grads=True)
+    return _receive_nbytes(model) + grads[0] + 2 * max(grads[1:], default=0)
+
+
+def kept_by_windows(model: Model) -> int:
+    """A window keeps the gradient of the last chunk that went through it until the next comes."""
+    if not model.setting.adopts:
+        return 0
+    streams = [lane for lane in model.flat if lane.streamed and not lane.wide and lane.tiers.grads == "device"]
+    return max((numel * lane.key.reduce_dtype.itemsize for lane in streams for numel in lane.layout.numels), default=0)
+
+
+def update_nbytes(lanes: Sequence[PlannedLane]) -> int:
+    """What the update needs beside what rests and the window: nothing for the one-pass kernel."""
+    by_unit: Counter[int] = Counter()
+    chunked = 0
+    for lane in lanes:
+        if not lane.updates or lane.setting.by_pass(lane.key):
+            continue
+        assert lane.key.master_dtype is not None
+        itemsize = lane.key.master_dtype.itemsize
+        if lane.streamed:  # values and gradient of a chunk as wide as the master, moments decoded, the step's own
+            decoded = lane.setting.moments if lane.setting.plan.moments != "exact" else 0
+            numel = min(lane.setting.chunk, lane.held(lane.setting.column.update))
+            chunked = max(chunked, numel * itemsize * (4 + decoded) if not lane.wide else 0)
+        else:  # see memory/master.py
+            fetched = lane.master_itemsize not in (0, itemsize)
+            widened = lane.key.reduce_dtype != lane.key.master_dtype
+            by_unit[lane.unit] += lane.held(lane.setting.column.update) * itemsize * (fetched + widened)
+    return max([chunked, *by_unit.values()])
+
+
+def setup_nbytes(model: Model) -> int:
+    """A model from the meta device is made lane by lane: values as wide as the master, and their two halves."""
+    stays = [array for array in model.arrays() if array.role in ("compute", "master", "lagging")]
+    held = rounded_nbytes([array for array in stays if array.tier == "device"]) + model.buffers_nbytes
+    made = [lane for lane in model.flat if lane.key.master_dtype not in (None, lane.key.compute_dtype)]
+    return held + max((8 * lane.held(lane.setting.column.update) for lane in made), default=0)
+
+
+def transient_nbytes(model: Model) -> int:
+    """What of zeor's own comes and goes: the most of backward and step, as they do not meet.
+
+    Backward: (1 + prefetch) x compute + 2 x gradient + 1 x receive buffer of the largest units + what the root keeps.
+    The root's compute stays from the beginning of forward to the end of backward, and its gradients arrive until then.
+    Where compute rests whole, or the gradient's buffer stays, that term is resident instead. Step: see update_nbytes.
+    """
+    travelling = _receive_nbytes(model) if model.setting.column.grad_buffer else _travelling_nbytes(model)
+    backward = gathered_nbytes(model) + (travelling if model.setting.world > 1 else 0)
+    return max(backward, update_nbytes(model.flat))
+
+
+# ---- the host
+
+
+def host_peak(model: Model) -> int:
+    """The most of setting up and training."""
+    arrays = model.arrays()
+    resting = sum(-(-piece // PAGE_NBYTES) * PAGE_NBYTES for a in arrays if a.tier == "host" for piece in a.pieces)
+    training = model.window().host + shelf_nbytes(model.trace.sent)
+    if model.setting.native:
+        training += _brought_nbytes(model)
+    # What rests on disk is first written through a map of its file, whose pages count until they are written past it;
+    # so are moments that the optimizer's own step begins.
+    begun = ("compute", "master") if model.setting.native else ("compute", "master", "moments")
+    mapped = sum(a.nbytes for a in arrays if a.tier == "disk" and a.role in begun)
+    return resting + max(training, mapped) + (LIBRARIES_NBYTES if model.setting.native else 0)
+
+
+def _brought_nbytes(model: Model) -> int:
+    """Compute that rests on disk is read into pinned memory, unit by unit."""
+    units = [
+        sum(pinned_nbytes(lane.held(Residency.SLICE) * lane.key.compute_dtype.itemsize) for lane in unit
+            if lane.frees and lane.tiers.compute == "disk")
+        for unit in model.lanes
+    ]  # fmt: skip
+    return units[0] + sum(sorted(units[1:], reverse=True)[: 1 + model.setting.plan.prefetch])
+
+
+def buffers_nbytes(module: nn.Module) -> int:
+    return sum(device_nbytes(buffer.nbytes) for buffer in module.buffers() if buffer.layout is torch.strided)

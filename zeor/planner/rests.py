@@ -1,0 +1,251 @@
+"""Where every array of every lane will rest, and how many bytes it takes there, from shapes and the plan alone.
+
+The same units, lane keys, layout and places as the engine's; nothing is allocated. `window` is what passes through the
+device while state that rests elsewhere is updated (optim/windows.py, optim/host_update.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from zeor.layout import LaneLayout, Segment, lay_out
+from zeor.memory import small
+from zeor.memory.master import master_itemsize
+from zeor.memory.rest import Tiers
+from zeor.memory.roles import STAGES, Column, Residency
+from zeor.optim.host_update import AHEAD, MOST_NUMEL
+from zeor.optim.moments import moment_itemsize
+from zeor.optim.streaming import LARGE_NUMEL
+from zeor.optim.windows import _ALIGNED, WINDOWS
+from zeor.plan import Plan
+from zeor.planner.blocks import device_nbytes, pinned_nbytes
+from zeor.runtime.discover import UnitSpec
+from zeor.runtime.keys import lane_key
+from zeor.runtime.lane import LaneKey
+from zeor.runtime.places import Places
+
+_EVERY_RANK = 64  # worlds up to this size are counted rank by rank
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked for: the plan, and what it runs on."""
+
+    plan: Plan
+    world: int
+    moments: int  # tensors per parameter
+    native: bool  # an accelerator, with NCCL
+    one_pass: bool  # the kernel knows the optimizer
+    chunk: int = 0  # elements streamed at a time
+
+    @property
+    def column(self) -> Column:
+        return STAGES[self.plan.stage]
+
+    @property
+    def adopts(self) -> bool:
+        """Gradients are kept as autograd made them: see Note [Adopted gradients] in runtime/grads.py."""
+        return self.world == 1 and not self.column.grad_buffer
+
+    def with_chunk(self, numel: int) -> Setting:
+        """With as many as optim/streaming.py takes where a rank keeps masters of so many elements."""
+        given = None if self.plan.offload is None else self.plan.offload.chunk
+        return replace(self, chunk=given or (1 << 25 if numel > LARGE_NUMEL else 1 << 24))
+
+    def by_pass(self, key: LaneKey) -> bool:
+        return self.native and self.one_pass and self.plan.kernel == "auto" and key.master_dtype == torch.float32
+
+
+class Array(NamedTuple):
+    """One array at rest. `pieces`: sizes in bytes of the tensors it is made of."""
+
+    role: str
+    tier: str
+    pieces: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.pieces)
+
+
+@dataclass(frozen=True)
+class PlannedLane:
+    unit: int
+    key: LaneKey
+    layout: LaneLayout
+    tiers: Tiers
+    wide: bool
+    setting: Setting
+
+    @property
+    def updates(self) -> bool:
+        return self.key.trainable and self.key.master_dtype is not None
+
+    @property
+    def frees(self) -> bool:
+        """Whole only while it is used."""
+        column, world = self.setting.column, self.setting.world
+        return column.compute is Residency.SLICE and (world > 1 or self.tiers.compute != "device")
+
+    @property
+    def streamed(self) -> bool:
+        plan = self.setting.plan
+        return self.updates and (plan.moments != "exact" or plan.delay > 0 or self.tiers.away)
+
+    def held(self, residency: Residency) -> int:
+        return self.layout.slice_numel if residency is Residency.SLICE else self.layout.numel
+
+    @property
+    def master_itemsize(self) -> int:
+        """Beside compute."""
+        if self.key.master_dtype is None:
+            return 0
+        if self.wide and self.key.trainable:
+            return self.key.master_dtype.itemsize
+        return master_itemsize(self.key.master_dtype, self.key.compute_dtype)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        whole = self.setting.column.update is Residency.FULL
+        return self.layout.whole() if whole else tuple(self.layout._segments_of(rank))
+
+    # ---- at rest
+
+    def arrays(self, rank: int) -> Iterator[Array]:
+        key, column, plan = self.key, self.setting.column, self.setting.plan
+        compute = self.held(column.compute) * key.compute_dtype.itemsize
+        yield Array("compute", self.tiers.compute if self.frees else "device", (compute,))
+        if plan.delay and self.updates:  # see Note [Delayed] in runtime/lane.py
+            yield Array("lagging", "device", (self.held(column.update) * key.compute_dtype.itemsize,))
+        if self.master_itemsize:
+            tier = self.tiers.master if key.trainable else "device"
+            yield Array("master", tier, (self.held(column.update) * self.master_itemsize,))
+        if key.trainable:
+            yield from self._grad()
+        if self.updates:
+            yield from self._moments(rank)
+
+    def _grad(self) -> Iterator[Array]:
+        column, itemsize = self.setting.column, self.key.reduce_dtype.itemsize
+        if column.grad_buffer:
+            yield Array("grad", "device", (self.layout.numel * itemsize,))
+        elif not self.setting.plan.release:
+            yield Array("grad", self.tiers.grads, (self.layout.slice_numel * itemsize,))
+
+    def _moments(self, rank: int) -> Iterator[Array]:
+        count, plan, segments = self.setting.moments, self.setting.plan, self.segments(rank)
+        assert self.key.master_dtype is not None
+        if not segments or not count:
+            return
+        if not self.streamed:
+            pieces = tuple(segment.numel * self.key.master_dtype.itemsize for segment in segments)
+            yield Array("moments", "device", pieces * count)
+            return
+        last = segments[-1]
+        codes = (last.offset + last.numel) * int(moment_itemsize(plan.moments, self.key.master_dtype))
+        scales = sum(small.scale_count(segment.numel) for segment in segments) * 4
+        pieces = (codes, scales) if plan.moments == "int8" else (codes,)
+        yield Array("moments", self.tiers.moments, pieces * count)
+
+    # ---- on the way
+
+    def parts(self, numel: int) -> Iterator[tuple[str, int]]:
+        """(tier, bytes) of what an update of so many elements reads and writes beside what is on the device."""
+        key, plan = self.key, self.setting.plan
+        assert key.master_dtype is not None
+        found = [(self.tiers.compute if self.frees else "device", key.compute_dtype.itemsize)]
+        if self.master_itemsize:
+            found.append((self.tiers.master, self.master_itemsize))
+        itemsize = int(moment_itemsize(plan.moments, key.master_dtype))
+        found += [(self.tiers.moments, itemsize)] * self.setting.moments
+        if not self.setting.column.grad_buffer and not plan.release:
+            found.append((self.tiers.grads, key.reduce_dtype.itemsize))
+        sizes = [(tier, numel * each) for tier, each in found]
+        if plan.moments == "int8":
+            sizes += [(self.tiers.moments, small.scale_count(numel) * 4)] * self.setting.moments
+        for tier, nbytes in sizes:
+            if tier != "device":
+                yield tier, -(-nbytes // _ALIGNED) * _ALIGNED
+
+    def chunk_numel(self, rank: int) -> int:
+        """The largest chunk: of one segment, or of several where one launch does for them."""
+        setting = self.setting
+        merges = setting.by_pass(self.key) and setting.plan.moments != "int8" and not setting.adopts
+        longest = run = end = 0
+        for segment in self.segments(rank):
+            run = run + segment.numel if merges and segment.offset == end else segment.numel
+            end = segment.offset + segment.numel
+            longest = max(longest, run)
+        return min(longest, setting.chunk)
+
+
+class Window(NamedTuple):
+    """Bytes that state passes through: on the device, and in pinned host memory before or behind it."""
+
+    device: int = 0
+    host: int = 0
+
+
+def window_of(lanes: Sequence[PlannedLane], rank: int) -> Window:
+    """The largest chunk's room, as often as there are windows; or what an update on the host takes."""
+    away = [lane for lane in lanes if lane.streamed and any(tier != "device" for tier in lane.tiers)]
+    device = staged = 0
+    for lane in away:
+        if not lane.wide:
+            parts = list(lane.parts(lane.chunk_numel(rank)))
+            device = max(device, sum(nbytes for _, nbytes in parts))
+            staged = max(staged, sum(nbytes for tier, nbytes in parts if tier == "disk"))
+    blocks = [nbytes + _ALIGNED if nbytes else 0 for nbytes in (device, staged)]
+    found = Window(WINDOWS * blocks[0], WINDOWS * pinned_nbytes(blocks[1]))
+    wide = [lane for lane in away if lane.wide]
+    if wide:
+        itemsize = max(lane.key.master_dtype.itemsize for lane in wide if lane.key.master_dtype is not None)
+        slot = min(lanes[0].setting.chunk, MOST_NUMEL) * itemsize
+        slots = (AHEAD + 1) * 2 * slot, (AHEAD + 1) * pinned_nbytes(slot)
+        found = Window(found.device + slots[0], found.host + slots[1])
+    return found
+
+
+def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[PlannedLane]], Setting]:
+    """By unit; and the setting with the chunk's size. With offload="auto" state is on the device: see automatic.py."""
+    places = Places(setting.plan, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    planned: list[list[PlannedLane]] = []
+    for number, unit in enumerate(units):
+        by_key: dict[LaneKey, list[torch.Tensor]] = defaultdict(list)
+        for _, param, owners in unit.params:
+            by_key[lane_key(param, owners, setting.plan.precision)].append(param)
+        planned.append([])
+        for key, params in by_key.items():
+            rest = places.of_lane(unit.name, key, params)
+            layout = lay_out([param.shape for param in params], setting.world)
+            planned[-1].append(PlannedLane(number, key, layout, rest.tiers, rest.wide, setting))
+    mastered = [lane for lanes in planned for lane in lanes if lane.key.master_dtype is not None]
+    setting = setting.with_chunk(sum(lane.held(setting.column.update) for lane in mastered))
+    return [[replace(lane, setting=setting) for lane in lanes] for lanes in planned], setting
+
+
+def moved(lane: PlannedLane, tier: str) -> PlannedLane:
+    """With its state on this tier."""
+    return replace(lane, tiers=lane.tiers._replace(master=tier, moments=tier))
+
+
+def fullest_rank(lanes: Sequence[PlannedLane], world: int) -> int:
+    """The rank whose moments take most; of a large world one that has no padding, where there is one."""
+    if world == 1:
+        return 0
+    ranks = range(world) if world <= _EVERY_RANK else (0, 1, world // 2, world - 1)
+
+    def held(rank: int) -> int:
+        return sum(array.nbytes for lane in lanes if lane.updates for array in lane._moments(rank))
+
+    return max(ranks, key=held)
+
+
+def rounded_nbytes(arrays: Sequence[Array]) -> int:
+    """What arrays on the device take of the allocator."""
+    return sum(device_nbytes(piece) for array in arrays for piece in array.pieces)
