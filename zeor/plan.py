@@ -76,6 +76,7 @@ class Offload:
     folder: of the disk tier. device_budget, host_budget: bytes, or text such as "40GiB"; None is what is free.
     chunk: elements streamed at a time; None: 16 million, or twice that for large models.
     threads: of an update on the host; None shares the cores among its ranks.
+    pin=False: plain host memory, where too little can be pinned; copies then take several times as long.
     """
 
     moments: Any = "host"
@@ -88,6 +89,7 @@ class Offload:
     host_budget: int | str | None = None
     chunk: int | None = None
     threads: int | None = None
+    pin: bool = True
     auto: bool = False
 
     def __post_init__(self) -> None:

@@ -90,7 +90,8 @@ class Store:
     @property
     def arena(self) -> HostArena:
         if self._arena is None:
-            self._arena = HostArena(pin=self._device.type != "cpu")
+            pin = self._offload is None or self._offload.pin
+            self._arena = HostArena(pin=pin and self._device.type != "cpu")
         return self._arena
 
     @property

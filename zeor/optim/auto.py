@@ -129,8 +129,7 @@ class Auto:
         rest = 0
         if self._engine.plan.release:
             rest = max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._engine.units)
-        share = 0.02 if self._offload.device_budget is None else 0.04  # a limit counts the allocator's holes as well
-        return int(share * budget) + rest
+        return holes_nbytes(budget, self._offload.device_budget is not None) + rest
 
     def _decide(self) -> None:
         budget, lanes, used = self._budget(), self._lanes, 0
@@ -177,6 +176,11 @@ class Auto:
             most = used + held["device"] + self._window_nbytes() + self._margin(budget)
             expected = f"; expected on the device at most {size(most)} of {size(budget)}"
         log.info("offload=auto: %s%s", told or "nothing to place", expected)
+
+
+def holes_nbytes(budget: int, limited: bool) -> int:
+    """Left for what lies between the allocator's blocks; a limit counts what it keeps for later as well."""
+    return int((0.04 if limited else 0.02) * budget)
 
 
 def _rested_nbytes(lane: Lane) -> int:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 CROWDED = 0.7  # of the device
 
 
+def crowds(numel: int, release: bool, budget: int) -> bool:
+    """Whether compute, master and gradients would leave no room on the device to measure a first step in."""
+    return numel * (4 if release else 6) > CROWDED * budget
+
+
 class Places:
     def __init__(self, plan: Plan, mesh: Mesh):
         self._plan, self._device = plan, mesh.device
@@ -39,7 +44,7 @@ class Places:
         if plan.offload is not None and plan.offload.auto and total is not None:
             budget = plan.offload.device_budget
             limit = min(budget, total) if isinstance(budget, int) else total
-            self._crowded = numel * (4 if plan.release else 6) > CROWDED * limit
+            self._crowded = crowds(numel, plan.release, limit)
 
     def of_lane(self, name: str, key: LaneKey, values: Sequence[Tensor]) -> LaneRest:
         offload = self._plan.offload

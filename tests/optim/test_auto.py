@@ -1,0 +1,127 @@
+"""offload="auto": the device is filled first, then the host, then the disk; what cannot work is refused; and lanes move
+once where more is used than was expected. None of it changes a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import zeor
+from zeor.memory.placement import Room, choose
+from zeor.optim import auto as automatic
+from zeor.runtime.sharded import state_of
+
+CHUNK = 256
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)) for _ in range(6)])
+
+
+def train(offload=None, steps=4, **options):
+    """(parameters, tiers of the lanes' moments) after some steps."""
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    made, optimizer = zeor.shard(made, optimizer, precision="bf16", offload=offload, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        made(torch.randn(4, 40, generator=generator)).square().mean().backward()
+        if not options.get("release"):
+            torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with zeor.full_params(made):
+        values = [param.detach().clone() for param in made.parameters()]
+    lanes = [lane for unit in state_of(made).engine.units for lane in unit.lanes]
+    return values, [lane.rest.tiers.moments for lane in lanes]
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@given(needs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), shares=st.tuples(*[st.floats(0, 1)] * 3))
+def test_a_choice_fits_its_room_and_prefers_the_device(needs, shares):
+    total, largest = sum(needs), max(needs)
+    room = Room(int(shares[0] * total), int(shares[1] * total), total)
+    tiers = choose(needs, room)
+    held = {tier: sum(n for n, t in zip(needs, tiers) if t == tier) for tier in Room._fields}
+    assert all(held[tier] <= nbytes for tier, nbytes in room._asdict().items())
+    assert held["device"] == total or held["device"] > room.device - largest
+    assert not held["disk"] or held["host"] > room.host - largest
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="takes 3.0 GiB on this rank, but there is room for 1.0 GiB on the device"):
+        choose([1 << 30] * 3, Room(1 << 30, 1 << 30, 0))
+
+
+def test_without_a_budget_a_cpu_keeps_everything(monkeypatch):
+    values, tiers = train("auto")
+    assert set(tiers) == {"device"}
+    assert same(values, train()[0])
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_the_device_is_filled_first_then_the_host_then_the_disk(release, tmp_path):
+    reference = train(release=release)[0]
+    params = sum(p.numel() for p in model().parameters())
+    fixed = params * (2 if release else 4)  # compute, and gradients that wait for the step
+    window = 3 * CHUNK * 10
+    half = fixed + window + 5 * params  # and half of the state, of 10 bytes for each parameter
+    values, tiers = train(zeor.Offload(auto=True, device_budget=half, chunk=CHUNK), release=release)
+    assert tiers.count("device") == tiers.count("host") == 3
+    assert tiers[0] != tiers[1] or tiers[1] != tiers[2]  # spread, not one after the other
+    assert same(values, reference)
+    spare = zeor.Offload(
+        auto=True, device_budget=half, host_budget=2 * params, folder=str(tmp_path), chunk=CHUNK
+    )
+    values, tiers = train(spare, release=release)
+    assert (tiers.count("device"), tiers.count("host"), tiers.count("disk")) == (3, 1, 2)
+    assert same(values, reference)
+
+
+def test_a_budget_that_cannot_work_is_refused_before_anything_is_allocated():
+    params = sum(p.numel() for p in model().parameters())
+    with pytest.raises(ValueError, match="Compute and gradients alone take"):
+        train(zeor.Offload(auto=True, device_budget=3 * params, chunk=CHUNK))
+    with pytest.raises(ValueError, match="The optimizer's state takes"):
+        train(zeor.Offload(auto=True, device_budget=5 * params, host_budget=1000, chunk=CHUNK))
+
+
+@pytest.mark.parametrize("what", ["peak", "failure"])
+def test_lanes_move_once_where_more_is_used_than_was_expected(what, monkeypatch):
+    """The device's memory is a stand-in: on this host nobody knows what is used."""
+    params = sum(p.numel() for p in model().parameters())
+    budget = 40 * params
+
+    class Memory(automatic.DeviceMemory):
+        step = 0
+
+        def total_nbytes(self):
+            return budget
+
+        def limit(self, nbytes):
+            pass
+
+        def peak_nbytes(self):
+            return budget + 2 * params if what == "peak" and Memory.step >= 2 else 5 * params
+
+        def failures(self):
+            return int(what == "failure" and Memory.step >= 2)
+
+    after_step = automatic.Auto.after_step
+
+    def counted(self):
+        Memory.step += 1
+        after_step(self)
+
+    monkeypatch.setattr(automatic, "DeviceMemory", Memory)
+    monkeypatch.setattr(automatic.Auto, "after_step", counted)
+    values, tiers = train(zeor.Offload(auto=True, device_budget=budget, chunk=CHUNK), steps=5)
+    assert 1 <= tiers.count("host") < 6
+    assert same(values, train(steps=5)[0])
