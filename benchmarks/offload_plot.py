@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.offload_rows import PEER, words
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, MARGIN, ROW = 860, 20, 22
-LABEL = 270  # room for a bar's name
+WIDTH, MARGIN, ROW = 920, 20, 22
+LABEL = 320  # room for a bar's name
 COLOURS = ["#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a"]
 SMOOTHED = 20  # steps of the moving mean that a curve shows
 
@@ -62,20 +62,19 @@ def bars(title: str, entries: list[tuple[str, float, str]], reference: tuple[str
     """One bar for each (name, value, what stands behind it)."""
     most = max([value for _, value, _ in entries] + ([reference[1]] if reference else []))
     scale = (WIDTH - LABEL - 2 * MARGIN - 190) / most
-    made = [text(MARGIN, 16, title, 'class="title"')]
-    for number, (name, value, behind) in enumerate(entries):
-        y = 30 + number * ROW
-        made.append(text(LABEL - 8, y + 12, name, 'text-anchor="end"'))
-        made.append(bar(LABEL, y, value * scale, COLOURS[0]))
-        made.append(text(LABEL + value * scale + 6, y + 12, behind, 'class="quiet"'))
-    bottom = 30 + len(entries) * ROW
-    if reference:
+    made, bottom = [text(MARGIN, 16, title, 'class="title"')], 30 + len(entries) * ROW
+    made += [bar(LABEL, 30 + number * ROW, value * scale, COLOURS[0]) for number, (_, value, _) in enumerate(entries)]
+    after = bottom
+    if reference:  # before the words, which then stand out against it
         name, value = reference
-        x = LABEL + value * scale
+        x, after = LABEL + value * scale, bottom + 20
         made.append(rule(x, 24, x, bottom, f'stroke="{COLOURS[1]}" stroke-dasharray="4 3"'))
-        made.append(text(x, bottom + 14, name, f'text-anchor="middle" style="fill: {COLOURS[1]}"'))
-        bottom += 20
-    return bottom + 20, "\n".join(made)
+        made.append(text(x, bottom + 14, f"{name}: {value:,.0f}", f'text-anchor="middle" style="fill: {COLOURS[1]}"'))
+    for number, (name, value, behind) in enumerate(entries):
+        y = 42 + number * ROW
+        made.append(text(LABEL - 8, y, name, 'text-anchor="end"'))
+        made.append(text(LABEL + value * scale + 6, y, behind, 'class="quiet"'))
+    return after + 20, "\n".join(made)
 
 
 def curves(title: str, series: list[tuple[str, list[float]]], first_colour: int = 0) -> Panel:
@@ -152,7 +151,7 @@ def svg(made: list[Panel]) -> str:
     height = sum(panel[0] for panel in made) + 2 * MARGIN
     style = (
         "text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold; font-size: 13px } "
-        ".quiet { fill: #57606a } .grid { stroke: #d0d7de }"
+        ".quiet { fill: #57606a; paint-order: stroke; stroke: white; stroke-width: 4px } .grid { stroke: #d0d7de }"
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">',

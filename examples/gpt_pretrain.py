@@ -2,6 +2,7 @@
 
     python examples/gpt_pretrain.py --steps 200
     torchrun --nproc-per-node 2 examples/gpt_pretrain.py
+    python examples/gpt_pretrain.py --offload auto --moments int8 --release  # less state, where there is room
 
 The model is transformers' GPT2LMHeadModel from a configuration; its embedding and its head are one parameter. Prints
 the loss per token and the perplexity on held-out text before and after.
@@ -64,6 +65,9 @@ def main() -> None:
     asked.add_argument("--precision", help="bf16 on a GPU unless said otherwise")
     asked.add_argument("--chunked-loss", action="store_true", help="never hold all logits")
     asked.add_argument("--recompute", choices=["True", "offload"], help="keep only the blocks' inputs for backward")
+    asked.add_argument("--offload", choices=["host", "auto"], help="where the state rests; auto: as it fits")
+    asked.add_argument("--moments", choices=["exact", "bf16", "int8"], default="exact", help="how moments are kept")
+    asked.add_argument("--release", action="store_true", help="use and free gradients inside backward; no clipping")
     asked.add_argument("--limit", type=int, help="take so many texts of each source only")
     options = asked.parse_args()
     place = Place(options.seed)
@@ -77,7 +81,10 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.1)
     precision = options.precision or ("bf16" if place.device.type == "cuda" else "fp32")
     recompute = "offload" if options.recompute == "offload" else options.recompute is not None
-    model, optimizer = zeor.shard(model, optimizer, stage=options.stage, precision=precision, recompute=recompute)
+    model, optimizer = zeor.shard(
+        model, optimizer, stage=options.stage, precision=precision, recompute=recompute,
+        offload=options.offload, moments=options.moments, release=options.release,
+    )  # fmt: skip
     windows = Windows(train, options.context + 1, place.device)
     unseen = Windows(held_out, options.context + 1, place.device)
     batches = endless(zeor.data.shard(windows.loader(options.batch)))
@@ -88,7 +95,7 @@ def main() -> None:
         rows = next(batches)
         loss = loss_sum(model, rows) / rows[:, 1:].numel()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = None if options.release else torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -45,11 +45,11 @@ class Place:
         if self.rank == 0:
             print(text, flush=True)
 
-    def progress(self, step: int, steps: int, loss: Tensor, norm: Tensor) -> None:
-        """A line about one step in twenty parts of the run; `norm` is the gradients' before clipping."""
+    def progress(self, step: int, steps: int, loss: Tensor, norm: Tensor | None) -> None:
+        """A line about one step in twenty parts of the run; `norm` is the gradients' before clipping, if they were."""
         if step % max(1, steps // 20) == 0:
-            numbers = f"loss {loss.item():.3f}  norm before clipping {norm.item():.2f}"
-            self.say(f"step {step:5d}  {numbers}  {self.seconds():.0f} s")
+            clipped = "" if norm is None else f"  norm before clipping {norm.item():.2f}"
+            self.say(f"step {step:5d}  loss {loss.item():.3f}{clipped}  {self.seconds():.0f} s")
 
     def seconds(self) -> float:
         return time.monotonic() - self.started
