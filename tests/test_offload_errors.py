@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -239,3 +240,19 @@ def test_one_rank_that_cannot_use_its_folder_stops_all_of_them(ranks, tmp_path):
     first, second = ranks(one_fails, 2, str(tmp_path))
     assert second == "its disk is broken."
     assert first == "Rank 1 cannot offload to disk: its disk is broken."
+
+
+def ranks_with_folders_of_their_own(folder: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    model = torch.nn.Linear(8, 8)
+    own = Path(folder) / f"disk{rank}"
+    own.mkdir()
+    offload = zeor.Offload("disk", "disk", folder=str(own))
+    model, optimizer = zeor.shard(model, torch.optim.AdamW(model.parameters()), offload=offload)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return [path.name[:13] for path in own.iterdir()]
+
+
+def test_each_rank_may_have_a_disk_of_its_own(ranks, tmp_path):
+    assert ranks(ranks_with_folders_of_their_own, 2, str(tmp_path)) == [["zeor-offload-"], ["zeor-offload-"]]

@@ -280,10 +280,12 @@ class Plan:
         return Plan(**options)
 
     def describe(self) -> dict[str, str]:
-        """Field by field as text: what ranks compare."""
+        """Field by field as text: what ranks compare. Each may offload to a disk of its own."""
         found = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
         if isinstance(self.recompute, tuple):  # modules have long names
             found["recompute"] = str([getattr(each, "__name__", type(each).__name__) for each in self.recompute])
+        if self.offload is not None and self.offload.folder is not None:
+            found["offload"] = str(dataclasses.replace(self.offload, folder="each rank's own"))
         return found
 
 

@@ -56,7 +56,7 @@ def test_a_choice_fits_its_room_and_prefers_the_device(needs, shares):
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="takes 3.0 GiB on this rank, but there is room for 1.0 GiB on the device"):
+    with pytest.raises(ValueError, match=r"takes 3.0 GiB on this rank, but there is room for 1.0 GiB on the device"):
         choose([1 << 30] * 3, Room(1 << 30, 1 << 30, 0))
 
 
