@@ -362,6 +362,6 @@ def report(model: nn.Module) -> dict[str, int]:
 
 __all__ = [
     "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters",
-    "iter_full", "join", "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard", "sync_buffers",
-    "total", "traffic", "unshard",
+    "iter_full", "join", "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard",
+    "sync_buffers", "total", "traffic", "unshard",
 ]  # fmt: skip
