@@ -124,17 +124,21 @@ def table(document: dict[str, Any]) -> str:
     seeds = sorted({run["seed"] for run in document["runs"]})
     rows = []
     for variant in VARIANTS:
-        here = [seed for seed in seeds if (variant.name, seed) in found]
+        here = [found.get((variant.name, seed)) for seed in seeds]
         cells = [variant.name]
         for field in ("held_out_loss", "last_mean_loss"):
-            cells.append(" / ".join(f"{found[variant.name, seed][field]:.4f}" for seed in here))
-            off = [found[variant.name, seed][field] - found[EXACT, seed][field] for seed in here]
-            cells.append("" if variant.name == EXACT else " / ".join(f"{each:+.4f}" for each in off))
-        if here:
+            cells.append(_by_seed([None if run is None else f"{run[field]:.4f}" for run in here]))
+            off = [None if run is None else f"{run[field] - found[EXACT, run['seed']][field]:+.4f}" for run in here]
+            cells.append("" if variant.name == EXACT else _by_seed(off))
+        if any(here):
             rows.append(cells)
     named = "seed " + " / ".join(map(str, seeds))
     header = [f"what ({named})", "held-out loss", "off exact", f"mean of the last {LAST}", "off exact"]
     return markdown(header, rows)
+
+
+def _by_seed(cells: list[str | None]) -> str:
+    return " / ".join(cell or "not run" for cell in cells)
 
 
 # 3. All of them

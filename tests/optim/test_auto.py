@@ -93,6 +93,22 @@ def test_a_budget_that_cannot_work_is_refused_before_anything_is_allocated():
         train(zeor.Offload(auto=True, device_budget=5 * params, host_budget=1000, chunk=CHUNK))
 
 
+def test_what_turns_out_not_to_fit_goes_to_the_host(monkeypatch):
+    params = sum(p.numel() for p in model().parameters())
+
+    class Memory(automatic.DeviceMemory):
+        def total_nbytes(self):
+            return 40 * params
+
+        def room_for(self, sizes):
+            return [number % 3 != 1 for number, _ in enumerate(sizes)]
+
+    monkeypatch.setattr(automatic, "DeviceMemory", Memory)
+    values, tiers = train(zeor.Offload(auto=True, chunk=CHUNK))
+    assert tiers == ["device", "host", "device"] * 2
+    assert same(values, train()[0])
+
+
 @pytest.mark.parametrize("what", ["peak", "failure"])
 def test_lanes_move_once_where_more_is_used_than_was_expected(what, monkeypatch):
     """The device's memory is a stand-in: on this host nobody knows what is used."""

@@ -177,6 +177,17 @@ class DeviceMemory:
         """How often memory ran out so far."""
         return 0 if self._module is None else int(self._module.memory_stats(self._device).get("num_ooms", 0))
 
+    def room_for(self, sizes: Iterable[int]) -> list[bool]:
+        """Whether blocks of so many bytes can be had now, all those together that can."""
+        held, found = [], []
+        for nbytes in sizes:
+            try:
+                held.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+                found.append(True)
+            except torch.OutOfMemoryError:
+                found.append(False)
+        return found
+
     def give_back(self) -> None:
         """What is cached and unused, to the device."""
         if self._module is not None:

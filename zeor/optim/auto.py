@@ -140,11 +140,20 @@ class Auto:
             used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
             room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
             room = room._replace(host=room.host + sum(_rested_nbytes(lane) for lane in lanes))
-            tiers = choose([self._need(lane) for lane in lanes], room)
+            tiers = self._tried(lanes, choose([self._need(lane) for lane in lanes], room))
         for lane, tier in zip(lanes, tiers):
             self._place(lane, tier)
         self._memory.give_back()
         self._say(tiers, budget, used)
+
+    def _tried(self, lanes: list[Lane], tiers: list[str]) -> list[str]:
+        """What turns out not to fit on the device goes to the host: its memory may be in pieces, or others' by now."""
+        if self._memory.total_nbytes() is None:
+            return tiers
+        self._memory.give_back()
+        chosen = [lane for lane, tier in zip(lanes, tiers) if tier == "device"]
+        fits = dict(zip(chosen, self._memory.room_for([self._need(lane) - _held_nbytes(lane) for lane in chosen])))
+        return ["host" if tier == "device" and not fits[lane] else tier for lane, tier in zip(lanes, tiers)]
 
     def _place(self, lane: Lane, tier: str) -> None:
         assert lane.master is not None
