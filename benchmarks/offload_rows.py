@@ -89,8 +89,9 @@ def _predicted(run: dict[str, Any]) -> str:
     parts = []
     if device is not None and run["gpu_allocated_gib"]:
         parts.append(f"{device / run['gpu_allocated_gib']:.3f}")
-    if host is not None and run["host_grown_gib"]:
-        parts.append(f"{host / run['host_grown_gib']:.3f}")
+    grown = run.get("host_grown_gib")  # what is predicted: without the process as it was before
+    if host is not None and grown:
+        parts.append(f"{host / grown:.3f}")
     return ", ".join(parts)
 
 

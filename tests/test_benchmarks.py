@@ -66,7 +66,8 @@ def run_of(label: str, **more: Any) -> dict[str, Any]:
         "tokens": 2048, "steps": 2, "warmup": 0, "timed_steps": 2, "device": "cuda", "parameters": 3_000_000_000,
         "tokens_per_s": 15_118.0,
         "tflops_per_s": 300.0, "median_step_ms": 1000.0, "profile": {"forward": 1.0, "step": 2.0}, "losses": [9.0, 8.0],
-        "gpu_allocated_gib": 10.0, "gpu_reserved_gib": 11.0, "host_peak_gib": 20.0, "host_bytes_per_parameter": 10.0,
+        "gpu_allocated_gib": 10.0, "gpu_reserved_gib": 11.0, "host_peak_gib": 21.0, "host_grown_gib": 20.0,
+        "host_bytes_per_parameter": 10.0,
         "disk_read_gb_per_s": 0.0, "disk_written_gb_per_s": 0.0, "checksum": "a",
         "predicted": {"device_peak": 10.2 * 2**30, "host_peak": 21 * 2**30},
     }  # fmt: skip
