@@ -40,7 +40,8 @@ class Auto:
         if isinstance(offload.device_budget, int):
             self._memory.limit(offload.device_budget)
         self._steps = self._failures = 0
-        self._decided = self._moved = False
+        self._moved = False
+        self._failures = self._memory.failures()
         self._refuse_hopeless()
 
     # ---- sizes
@@ -105,8 +106,8 @@ class Auto:
 
     def before_update(self) -> None:
         """Something is about to be updated."""
-        if not self._decided:
-            self._decided = True
+        if not self._engine.places.decided:  # by another optimizer of the same model, say
+            self._engine.places.decided = True
             self._decide()
 
     def after_step(self) -> None:
@@ -144,6 +145,7 @@ class Auto:
         for lane, tier in zip(lanes, tiers):
             self._place(lane, tier)
         self._memory.give_back()
+        self._failures = self._memory.failures()
         self._say(tiers, budget, used)
 
     def _tried(self, lanes: list[Lane], tiers: list[str]) -> list[str]:

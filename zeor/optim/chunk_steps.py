@@ -106,6 +106,8 @@ class ChunkSteps:
             if values is None:
                 values = torch.empty(end - begin, dtype=master.dtype, device=at["compute"].device)
                 join_into(values, at["compute"], at["remainder"])
+            if isinstance(scale, Tensor):
+                self._line.uses(scale)
             param = nn.Parameter(values)
             param.grad = _wide_gradient(at["grad"], values, scale)
             state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in counters.items()}

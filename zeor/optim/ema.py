@@ -227,6 +227,7 @@ def _exchange(lane: Lane, flat: Tensor) -> Tensor:
     if lane.updates_whole:
         verbs.gather(lane.mesh, master.values, own, "gather of averaged weights").wait()
     master.spill()
+    lane.catch_up()
     if not lane.frees and not lane.updates_whole:
         lane.start_gather("gather of averaged weights")
         lane.wait()

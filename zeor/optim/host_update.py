@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeor.memory.formats import cast_into
-from zeor.memory.lines import Line, Mark
+from zeor.memory.lines import Line, Mark, current_mark
 from zeor.memory.rest import Rest
 
 AHEAD = 4  # chunks whose gradients are on their way down: small ones must not leave the step waiting
@@ -56,18 +56,18 @@ class HostUpdate:
     def __init__(self, device: torch.device, chunk_numel: int, threads: int | None):
         self._device, self.chunk_numel = device, min(chunk_numel, MOST_NUMEL)
         self.threads = threads or default_threads()
-        self._widens, self._downs, self._ups = Line(device), Line(device), Line(device)
-        self._slots: list[_Slot] = []
+        self.widens, self._downs, self._ups = Line(device), Line(device), Line(device)
+        self._slots: dict[torch.dtype, list[_Slot]] = {}
 
     @property
     def nbytes(self) -> int:
         """On the device."""
-        return sum(slot.down.nbytes + slot.up.nbytes for slot in self._slots)
+        return sum(slot.down.nbytes + slot.up.nbytes for slots in self._slots.values() for slot in slots)
 
     def run(self, chunks: Sequence[HostChunk], ready: Mark) -> Mark:
         """Everything of one lane; the mark after which compute is new. `ready`: gradients are there and nobody reads
         compute any more."""
-        ready.hold(self._widens)
+        ready.hold(self.widens)
         ready.hold(self._ups)
         with use_threads(self.threads):
             for number in range(min(AHEAD, len(chunks))):
@@ -82,20 +82,22 @@ class HostUpdate:
         return self._ups.mark()
 
     def _slot(self, number: int, dtype: torch.dtype) -> _Slot:
-        if not self._slots or self._slots[0].grad.dtype != dtype:
-            self._slots = [_Slot(self.chunk_numel, dtype, self._device) for _ in range(AHEAD + 1)]
-        return self._slots[number % len(self._slots)]
+        if dtype not in self._slots:
+            self._slots[dtype] = [_Slot(self.chunk_numel, dtype, self._device) for _ in range(AHEAD + 1)]
+            for line in (self.widens, self._ups):
+                current_mark(self._device).hold(line)  # whoever had this memory -> what is written there
+        return self._slots[dtype][number % (AHEAD + 1)]
 
     def _send_down(self, number: int, chunk: HostChunk) -> None:
         slot, numel = self._slot(number, chunk.master.dtype), chunk.end - chunk.begin
         grad = chunk.grad.tensor[chunk.grad_begin : chunk.grad_begin + numel]
-        with self._widens():
-            slot.arrived.hold(self._widens)  # the copy out of it, a round ago -> new values
+        with self.widens():
+            slot.arrived.hold(self.widens)  # the copy out of it, a round ago -> new values
             slot.down[:numel].copy_(grad, non_blocking=True)
             if chunk.scale is not None:
                 slot.down[:numel].mul_(chunk.scale)
-        self._widens.uses(chunk.grad.tensor)
-        self._widens.mark().hold(self._downs)  # widened -> copied
+        self.widens.uses(chunk.grad.tensor)
+        self.widens.mark().hold(self._downs)  # widened -> copied
         with self._downs():
             slot.grad[:numel].copy_(slot.down[:numel], non_blocking=True)
             slot.arrived = self._downs.mark()

@@ -90,6 +90,10 @@ class Moments:
     def of(self, lane: Lane) -> dict[str, Moment]:
         return self._of.setdefault(lane, {})
 
+    def rests(self, lane: Lane) -> bool:
+        """Whether anything of a lane does."""
+        return bool(self._of.get(lane))
+
     def names(self, segment: nn.Parameter) -> list[str]:
         return self._names.setdefault(segment, [])
 

@@ -188,8 +188,7 @@ class Stepper:
 
     def _update_all(self) -> None:
         order = self.engine.step_order()
-        for lane in (lane for unit in order for lane in unit.lanes):
-            lane.catch_up()
+        caught = self._catch_up()
         journeys = self._journeys()
         if not self.separable:
             self._update_together(order, journeys)
@@ -198,7 +197,7 @@ class Stepper:
         last = {member.slot.unit: journey for journey in journeys for member in journey.members}
         released = self.engine.release.done
         for unit in order:
-            if (self._update([unit]) or unit in released) and unit not in last:
+            if (self._update([unit]) or unit in released or unit in caught) and unit not in last:
                 self.engine.publish(unit)
 
         def done(journey: Journey) -> None:
@@ -208,6 +207,12 @@ class Stepper:
 
         run = rounds.run if self.engine.plan.overlap else rounds.run_one_by_one
         run(journeys, lambda journey: self._call(self._by_group(journey.mine)), done)
+
+    def _catch_up(self) -> set[Unit]:
+        """With delay=1: the units of this optimizer whose last update forward sees from now on."""
+        slots = [self.segments.slots[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
+        lanes = dict.fromkeys((slot.unit, slot.lane) for slot in slots)
+        return {unit for unit, lane in lanes if lane.catch_up()}
 
     def _update_together(self, units: list[Unit], journeys: list[Journey]) -> None:
         """An optimizer with counters of its own is called once: over segments and wholes alike."""

@@ -82,7 +82,8 @@ class Streaming:
     def takes(self, lane: Lane) -> bool:
         """Whether this lane is updated here."""
         assert lane.master is not None
-        return self._always or lane.rest.tiers.away or lane.master.away
+        rests = self.moments.rests(lane)  # once here it stays here, wherever it is placed
+        return self._always or lane.rest.tiers.away or lane.master.away or rests
 
     def adopt(self, lane: Lane) -> None:
         """A lane that was updated without streaming is from now on: its moments come to rest here."""
@@ -97,18 +98,20 @@ class Streaming:
     def update(self, work: list[list[Tensor]], lanes: list[Lane], bounded: bool = False) -> None:
         """`work`: the user's parameters by group. `bounded`: inside backward, where gradients must not pile up."""
         groups = [_frozen(group) for group in self._optimizer.param_groups]  # a scheduler may go on at once
+        for value in (value for group in groups for value in group.values() if isinstance(value, Tensor)):
+            self._windows.updates.uses(value)
         for lane in lanes:
             assert lane.master is not None
             earlier = lane.master.pending
             if isinstance(earlier, Update):
                 earlier.hold()
                 earlier.spilled.hold(self._windows.fetches)  # copies back, a step ago -> copies of the same memory
-            lane.master.pending = None
             if self._host is not None and lane.rest.wide:
                 lane.master.pending = self._start_on_host(lane, work, groups, earlier)
             else:
                 chunks, step = self._prepare(lane, self._runs(lane, work), groups, self._scale(lane))
-                lane.master.pending = self._start(lane, chunks, step)
+                lane.master.pending = self._start(lane, chunks, step) or earlier
+            lane.behind = lane.lags
             if lane.grads is not None:
                 lane.grads.reader = lane.master.pending
             if bounded:
@@ -130,7 +133,11 @@ class Streaming:
             return windows.updates.mark(), windows.spills.mark()
 
         if not any(rest.file is not None for rest in away) and self._pump is None:
-            return Update(None, *run(), compute_away)
+            try:
+                return Update(None, *run(), compute_away)
+            except BaseException:  # what is queued goes on, and whoever reads the lane must wait for it
+                lane.master.pending = Update(None, windows.updates.mark(), windows.spills.mark(), compute_away)  # type: ignore[union-attr]
+                raise
 
         def job() -> tuple[Mark, Mark]:
             marks = run()
@@ -172,11 +179,13 @@ class Streaming:
                 do = functools.partial(_step_on_host, functools.partial(step, lane, begin, end, None), at)
                 compute = master.compute.tensor[begin:end]
                 chunks.append(HostChunk(begin, end, rest, begin - first, own, compute, scale, do))
-        ready = current_mark(self.engine.mesh.device)
+        ready, resting = current_mark(self.engine.mesh.device), lane.grads.resting
+        rested = resting.spilled if resting else Mark()
 
         def job() -> tuple[Mark, Mark]:
             if isinstance(earlier, Update):
                 earlier.wait()  # weights on their way up -> new values for them
+            rested.hold(host.widens)  # gradients' copies out, in backward -> their way here
             done = host.run(chunks, ready)
             return done, done
 

@@ -57,8 +57,8 @@ class Backward:
         if self.running:
             return
         self._engine.refuse_if_lent("backward() was called")
-        self._engine.release.check()
         self.recover()
+        self._engine.release.check()
         engine = self._engine
         mean = engine.counts.begins_mean
         engine.counts.begin(mean)
@@ -270,6 +270,7 @@ class Backward:
         for unit in self._passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
         self._reducer.abandon()
+        self._engine.release.abandon()
         self._engine.norms.forget_all()
         self._engine.counts.reset()
         warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)

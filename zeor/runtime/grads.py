@@ -84,7 +84,7 @@ class GradLane(RunningSum):
     def begin(self, kept: list[bool]) -> None:
         """A backward starts. `kept[i]`: the user still has parameter i's gradient, so add to it."""
         self.arrived = [False] * len(self.arrived)
-        self.settle_reader(wait=self.column.grad_buffer)
+        self.settle_reader(wait=self.column.grad_buffer or any(kept))  # what is kept will be added to
         for param, keep in enumerate(kept):
             if self.has[param] and (self.released or not keep):
                 self.drop(param)
@@ -260,10 +260,10 @@ class GradLane(RunningSum):
         """Its part inside this rank's slice: what norms are computed from, the same at every stage."""
         if self.adopts:
             return self.parts[param]
-        assert self.sum is not None
         segment = self._own.get(param)
-        if segment is None:
-            return self.sum[:0]
+        if segment is None:  # nothing is brought back for that
+            return torch.empty(0, dtype=self.dtype, device=self.mesh.device)
+        assert self.sum is not None
         return self._own_part(self.sum)[segment.offset : segment.offset + segment.numel]
 
     def at_rest(self, segment: Segment) -> tuple[Rest, int]:

@@ -70,6 +70,7 @@ class Lane:
         )
         self.master: Master | None = None
         self._lags: Master | None = None  # the master, where compute is one update behind it
+        self.behind = False  # an update was begun that forward does not see yet
         self._pack(params, ledger)
         self.full_params = [
             nn.Parameter(self.full.tensor(offset, shape), requires_grad=key.trainable)
@@ -138,12 +139,16 @@ class Lane:
         return self._mine.tensor
 
     @torch.no_grad()
-    def catch_up(self) -> None:
-        """Forward reads what the last update left: see Note [Delayed]."""
-        if self._lags is not None:
-            self._lags.hold()  # the update -> this copy
-            into = self.full.flat if self.updates_whole else self.mine
-            into.copy_(self._lags.compute.tensor)
+    def catch_up(self) -> bool:
+        """Forward reads what the last update left: see Note [Delayed]. Whether that is new to it."""
+        if self._lags is None:
+            return False
+        self._arrive()  # a gather of the slice -> new values in it
+        self._lags.hold()  # the update -> this copy
+        into = self.full.flat if self.updates_whole else self.mine
+        into.copy_(self._lags.compute.tensor)
+        behind, self.behind = self.behind, False
+        return behind
 
     def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
         """Parameters side by side; gaps, and parameters without values, are zero."""
@@ -307,8 +312,14 @@ class Brought:
             self._source = torch.empty_like(lane.mine, pin_memory=lane.mesh.device.type != "cpu")
             self._read = file.read_async(0, self._source.numel(), self._source)
         current_mark(lane.mesh.device).hold(self._line)  # earlier use of the buffer's memory -> this copy
-        if self._read is None:
+        if self._read is None or lane.mesh.world > 1:  # gathers must start in the order they are asked for
+            self._finish_read()
             self._copy()
+
+    def _finish_read(self) -> None:
+        if self._read is not None:
+            self._read.result()
+            self._read = None
 
     def _copy(self) -> None:
         lane = self._lane
@@ -320,8 +331,7 @@ class Brought:
 
     def wait(self) -> Tensor:
         if self._read is not None:
-            self._read.result()
-            self._read = None
+            self._finish_read()
             self._copy()
         self._mark.hold()  # copy -> whoever reads the parameters
         return self._gather.wait()

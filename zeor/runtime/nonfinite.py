@@ -159,10 +159,10 @@ def _own_norms(slots: Sequence[Slot]) -> Tensor:
     grads = [(slot.lane.grads, slot.index) for slot in slots if slot.lane.grads is not None]
     wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in grads) else torch.float32
     none = torch.zeros((), device=slots[0].engine.mesh.device, dtype=wide)
-    away = own_norms([(each, param) for each, param in grads if each.resting], 2.0, none)
-    here = own_norms([(each, param) for each, param in grads if not each.resting], math.inf, none)
-    rested, held = iter(away), iter(here)
-    return torch.stack([next(rested) if each.resting else next(held) for each, _ in grads])
+    rests = [bool(each.resting) for each, _ in grads]
+    away = iter(own_norms([each for each, rested in zip(grads, rests) if rested], 2.0, none))
+    here = iter(own_norms([each for each, rested in zip(grads, rests) if not rested], math.inf, none))
+    return torch.stack([next(away) if rested else next(here) for rested in rests])
 
 
 def _first_bad_here(slots: Sequence[Slot]) -> Slot | None:

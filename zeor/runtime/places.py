@@ -34,6 +34,7 @@ class Places:
     def __init__(self, plan: Plan, mesh: Mesh):
         self._plan, self._device = plan, mesh.device
         self.store = Store(plan.offload, mesh.device)
+        self.decided = False  # offload=auto has placed every lane
         self._crowded = False  # compute and master together would fill the device
         self._given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # role -> tier -> elements
 

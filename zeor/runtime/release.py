@@ -66,6 +66,11 @@ class Release:
             if any(lane.grads is not None and any(lane.grads.has) for lane in unit.lanes):
                 self._update(unit)
 
+    def abandon(self) -> None:
+        """A backward raised half-way: what it updated stays so. Where slices are published other ranks see it with the
+        next step: ranks may have come differently far, so nothing can be sent here."""
+        self.done.clear()
+
     def _update(self, unit: Unit) -> None:
         self.done.add(unit)
         for update in self.updates:
