@@ -167,9 +167,6 @@ class DeviceMemory:
             _, total = self._module.mem_get_info(self._device)
             self._module.set_per_process_memory_fraction(min(1.0, nbytes / total), self._device)
 
-    def now_nbytes(self) -> int:
-        return 0 if self._module is None else int(self._module.memory_allocated(self._device))
-
     def peak_nbytes(self) -> int:
         return 0 if self._module is None else int(self._module.max_memory_allocated(self._device))
 

@@ -74,7 +74,7 @@ class Store:
         self._offload, self._device = offload, device
         self._arena: HostArena | None = None
         self._folder: DiskFolder | None = None
-        self.nbytes = {"device": 0, "host": 0, "disk": 0}
+        self.nbytes = {"device": 0, "host": 0, "disk": 0}  # made so far
         self.fetches, self.spills = Line(device), Line(device)  # host -> device, and back
 
     def make(self, tier: str, numel: int, dtype: torch.dtype, name: str) -> Rest:
@@ -100,8 +100,3 @@ class Store:
             assert self._offload is not None and self._offload.folder is not None
             self._folder = DiskFolder(self._offload.folder)
         return self._folder
-
-    def close(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None

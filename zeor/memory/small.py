@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zeor.plan import BLOCK_NUMEL
+
 # Note [companded codes]
 # With s = max|x| of a block, p the power and L the largest code,
 #
@@ -63,7 +65,6 @@ from torch import Tensor
 #   whole. Nothing non-finite ever turns into a number.
 
 FORMATS = ("exact", "bf16", "int8")
-BLOCK_NUMEL = 256
 TINY_SCALE = 2.0**-90
 
 SIGNED_LARGEST, SIGNED_ROOTS = 127, 2  # |x|**(1/4): two square roots
