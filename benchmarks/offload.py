@@ -365,7 +365,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in left_out}
 
 
-def with_environment(options: argparse.Namespace) -> None:
+def with_environment(options: argparse.Namespace, module: str = "benchmarks.offload") -> None:
     """Start this program again where a setting must be there before torch is."""
     wanted = {}
     if options.expandable:
@@ -374,7 +374,7 @@ def with_environment(options: argparse.Namespace) -> None:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if any(name not in os.environ for name in wanted):
         os.environ.update(wanted)
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.offload", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def main() -> None:

@@ -44,11 +44,15 @@ def same(left, right) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@given(needs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), shares=st.tuples(*[st.floats(0, 1)] * 3))
-def test_a_choice_fits_its_room_and_prefers_the_device(needs, shares):
+@given(
+    needs=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    shares=st.tuples(*[st.floats(0, 1)] * 3),
+    spread=st.booleans(),
+)
+def test_a_choice_fits_its_room_and_prefers_the_device(needs, shares, spread):
     total, largest = sum(needs), max(needs)
     room = Room(int(shares[0] * total), int(shares[1] * total), total)
-    tiers = choose(needs, room)
+    tiers = choose(needs, room, spread)
     held = {tier: sum(n for n, t in zip(needs, tiers) if t == tier) for tier in Room._fields}
     assert all(held[tier] <= nbytes for tier, nbytes in room._asdict().items())
     assert held["device"] == total or held["device"] > room.device - largest
@@ -57,7 +61,13 @@ def test_a_choice_fits_its_room_and_prefers_the_device(needs, shares):
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"takes 3.0 GiB on this rank, but there is room for 1.0 GiB on the device"):
-        choose([1 << 30] * 3, Room(1 << 30, 1 << 30, 0))
+        choose([1 << 30] * 3, Room(1 << 30, 1 << 30, 0), spread=False)
+
+
+def test_what_travels_is_last_in_forward_or_spread_over_backward():
+    room = Room(4, 2, 4)
+    assert choose([1] * 9, room, spread=False) == ["device"] * 4 + ["host"] * 2 + ["disk"] * 3
+    assert choose([1] * 8, Room(4, 4, 0), spread=True) == ["device", "host"] * 4
 
 
 def test_without_a_budget_a_cpu_keeps_everything(monkeypatch):
@@ -75,7 +85,8 @@ def test_the_device_is_filled_first_then_the_host_then_the_disk(release, tmp_pat
     half = fixed + window + 5 * params  # and half of the state, of 10 bytes for each parameter
     values, tiers = train(zeor.Offload(auto=True, device_budget=half, chunk=CHUNK), release=release)
     assert tiers.count("device") == tiers.count("host") == 3
-    assert tiers[0] != tiers[1] or tiers[1] != tiers[2]  # spread, not one after the other
+    spread = tiers[0] != tiers[1] or tiers[1] != tiers[2]
+    assert spread == release  # else those that forward comes to last are away
     assert same(values, reference)
     spare = zeor.Offload(
         auto=True, device_budget=half, host_budget=2 * params, folder=str(tmp_path), chunk=CHUNK

@@ -14,6 +14,7 @@ import torch
 
 import zeor
 from benchmarks.decoder import SIZES, Decoder, Shape
+from zeor.optim.streaming import IN_FLIGHT
 from zeor.planner import Prediction
 from zeor.planner.peaks import LIBRARIES_NBYTES
 
@@ -75,7 +76,7 @@ def test_gradients_pile_up_unless_they_are_released_or_put_away() -> None:
     released = predicted(DEEP, FEW, offload="host", release=True)
     away = predicted(DEEP, FEW, offload=zeor.Offload(grads="host"))
     unit = 2 * sum(param.numel() for param in decoder(DEEP).blocks[0].parameters())
-    assert kept.device_peak - released.device_peak >= 2 * numel - 4 * unit
+    assert kept.device_peak - released.device_peak >= 2 * numel - (4 + IN_FLIGHT) * unit  # updates under way read some
     assert kept.device_peak - away.device_peak >= 2 * numel - 4 * unit
     assert (released.grad, away.grad) == (0, kept.grad)
     assert away.host - kept.host == kept.grad == pytest.approx(2 * numel, rel=1e-3)

@@ -61,6 +61,16 @@ def cast_into(compute: Tensor, master: Tensor) -> None:
 
 
 @torch.no_grad()
+def cast_and_spoil(compute: Tensor, master: Tensor) -> None:
+    """The same with no memory but the master's, which holds nothing of use afterwards."""
+    if compute.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        compute.copy_(master.view(compute.shape))
+        return
+    bits = master.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf).view(torch.int32)
+    _round_into(compute, bits)
+
+
+@torch.no_grad()
 def split_into(compute: Tensor, remainder: Tensor, master: Tensor) -> None:
     """Writes `master` (fp32) as `compute` (bf16, what `cast_into` gives) and `remainder` (int16)."""
     _check_split(compute, remainder, master)

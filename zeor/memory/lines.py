@@ -7,7 +7,8 @@ nothing and a mark always reached. Each wait names writer -> reader where it is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +66,22 @@ class Line:
         """This memory must not be given to anybody else before what is queued here so far is done."""
         if self.stream is not None and tensor.device.type != "cpu":
             tensor.record_stream(self.stream)
+
+
+class Leaving:
+    """Memory that the computation is done with and a line still reads: kept until the computation waits for that, so
+    that what is allocated afterwards may lie there. See Note [Gradients until they are used] in optim/streaming.py."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Mark, Sequence[Tensor]]] = deque()
+
+    def add(self, tensors: Sequence[Tensor], read: Mark) -> None:
+        self._held.append((read, tensors))
+
+    def let_go(self, but: int = 0) -> None:
+        """All but so many of the last."""
+        while len(self._held) > but:
+            self._held.popleft()[0].hold()
 
 
 def current_mark(device: torch.device) -> Mark:

@@ -1,7 +1,9 @@
 """Placement: which lanes' state goes to which tier, given what there is room for. Integers only.
 
-The device is filled first, then the host, then the disk. Along the model tiers alternate in proportion, so that what
-must travel is spread over the whole of a step.
+The device is filled first, then the host, then the disk. Updates that follow backward all begin together, and forward
+needs their results one after the other: the last lanes have the most time to travel, so these are the ones that rest
+furthest away. Updates inside backward (release=True) each have about as long as their unit takes: there tiers alternate
+in proportion along the model.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 
-def choose(needs: Sequence[int], room: Room) -> list[str]:
-    """A tier for each lane, whose state takes so many bytes. ValueError with the numbers where they do not fit."""
+def choose(needs: Sequence[int], room: Room, spread: bool) -> list[str]:
+    """A tier for each lane, in the order of forward, whose state takes so many bytes. `spread`: tiers alternate.
+    ValueError with the numbers where they do not fit."""
     total = sum(needs)
     places: list[str | None] = [None] * len(needs)
     left = total
     for tier, nbytes in room._asdict().items():
-        _fill(needs, places, tier, max(0, nbytes), left)
+        share = min(1.0, max(0, nbytes) / left) if spread and left else 1.0
+        _fill(needs, places, tier, max(0, nbytes), share)
         left = sum(need for need, place in zip(needs, places) if place is None)
         if not left:
             return [str(place) for place in places]
@@ -41,9 +45,8 @@ def choose(needs: Sequence[int], room: Room) -> list[str]:
     )
 
 
-def _fill(needs: Sequence[int], places: list[str | None], tier: str, nbytes: int, left: int) -> None:
-    """Give a tier its share of the lanes that have no place: first in proportion, then whatever still fits."""
-    share = min(1.0, nbytes / left) if left else 1.0
+def _fill(needs: Sequence[int], places: list[str | None], tier: str, nbytes: int, share: float) -> None:
+    """Give a tier some of the lanes that have no place: first by its share as they come, then whatever still fits."""
     passed = given = 0
     for number, need in enumerate(needs):
         if places[number] is None:

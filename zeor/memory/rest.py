@@ -18,7 +18,7 @@ from torch import Tensor
 from zeor.memory.buffers import lasting
 from zeor.memory.files import DiskArray, DiskFolder
 from zeor.memory.host import HostArena
-from zeor.memory.lines import Line
+from zeor.memory.lines import Leaving, Line
 from zeor.plan import Offload
 
 
@@ -76,6 +76,7 @@ class Store:
         self._folder: DiskFolder | None = None
         self.nbytes = {"device": 0, "host": 0, "disk": 0}  # made so far
         self.fetches, self.spills = Line(device), Line(device)  # host -> device, and back
+        self.leaving = Leaving()  # gradients on their way there
 
     def make(self, tier: str, numel: int, dtype: torch.dtype, name: str) -> Rest:
         """An array of zeros."""

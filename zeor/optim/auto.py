@@ -2,8 +2,9 @@
 
 Decided at the first update, when one forward (and, but for release=True, one backward) has shown what the model's own
 activations take: what is left of the device's memory, or of `device_budget`, goes to the state of as many lanes as
-fit, evenly along the model. After the second step the peak is compared with what was expected, and lanes are moved
-once if it is too high; the same after memory ran out. Each rank decides for itself: where state rests changes no bit.
+fit; memory/placement.py says which. After the second step the peak is compared with what was expected, and lanes are
+moved once if it is too high; the same after memory ran out. Each rank decides for itself: where state rests changes no
+bit.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Auto:
                 f"{size(self._window_nbytes())}, but the budget is {size(budget)}; allow more, use release=True or "
                 "zeor.Offload(grads='host', compute='host'), a smaller chunk=, or more ranks."
             )
-        choose([self._need(lane) for lane in self._lanes], self._room(budget - fixed - self._window_nbytes()))
+        self._chosen(self._lanes, self._room(budget - fixed - self._window_nbytes()))
 
     def _room(self, device_nbytes: int) -> Room:
         free = free_host_nbytes()
@@ -141,12 +142,15 @@ class Auto:
             used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
             room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
             room = room._replace(host=room.host + sum(_rested_nbytes(lane) for lane in lanes))
-            tiers = self._tried(lanes, choose([self._need(lane) for lane in lanes], room))
+            tiers = self._tried(lanes, self._chosen(lanes, room))
         for lane, tier in zip(lanes, tiers):
             self._place(lane, tier)
         self._memory.give_back()
         self._failures = self._memory.failures()
         self._say(tiers, budget, used)
+
+    def _chosen(self, lanes: list[Lane], room: Room) -> list[str]:
+        return choose([self._need(lane) for lane in lanes], room, spread=self._engine.plan.release)
 
     def _tried(self, lanes: list[Lane], tiers: list[str]) -> list[str]:
         """What turns out not to fit on the device goes to the host: its memory may be in pieces, or others' by now."""
@@ -169,7 +173,8 @@ class Auto:
         """More than was expected is used: lanes off the device until it is less by so much."""
         moved = 0
         self._engine.drain()
-        for lane in self._lanes[::2] + self._lanes[1::2]:
+        lanes = self._lanes
+        for lane in lanes[::2] + lanes[1::2] if self._engine.plan.release else reversed(lanes):
             if moved < nbytes and lane.rest.tiers.moments == "device":
                 self._place(lane, "host")
                 self._streaming.adopt(lane)

@@ -7,8 +7,8 @@ given by name (compute, remainder or master, grad, moments and their scales) and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,25 @@ class Run:
             self.segments += other.segments
             return True
         return False
+
+
+class Begun(NamedTuple):
+    """A segment before a stock step: its counters, the names of its moments, and the optimizer's own attributes, of
+    which a GradScaler takes some back when step() returns."""
+
+    run: Run
+    counters: dict[str, Any]
+    names: list[str]
+    attributes: dict[str, Any]
+
+
+class Chunk(NamedTuple):
+    """Elements [begin, end) of a lane, of one segment, and its tensors by name."""
+
+    begun: Begun
+    begin: int
+    end: int
+    at: dict[str, Tensor]
 
 
 class ChunkSteps:
@@ -89,43 +108,71 @@ class ChunkSteps:
 
     # ---- the optimizer's own step
 
-    def stock_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
-        """One segment. A stand-in of the optimizer steps, so that the user's own is not touched meanwhile; counters
-        are the same before each chunk, and those of the last are kept."""
+    def begun(self, run: Run) -> Begun:
+        """What a stock step of one segment begins with, whichever part of it is updated first."""
         (segment,) = run.segments
-        counters = dict(self._optimizer.state.get(segment, {}))
-        names = list(self._moments.names(segment))
-        group = groups[run.group]
-        stand_in = object.__new__(type(self._optimizer))
-        vars(stand_in).update({key: value for key, value in vars(self._optimizer).items() if key not in _OWN})
+        attributes = {key: value for key, value in vars(self._optimizer).items() if key not in _OWN}
+        return Begun(run, dict(self._optimizer.state.get(segment, {})), list(self._moments.names(segment)), attributes)
+
+    def stock_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
+        """One segment, chunk by chunk."""
+        begun = self.begun(run)
 
         def chunk_step(lane: Lane, begin: int, end: int, scale: Tensor | float | None, at: dict[str, Tensor]) -> None:
-            master = lane.master
-            assert master is not None
-            values = at.get("master")
-            if values is None:
-                values = torch.empty(end - begin, dtype=master.dtype, device=at["compute"].device)
-                join_into(values, at["compute"], at["remainder"])
-            if isinstance(scale, Tensor):
-                self._line.uses(scale)
-            param = nn.Parameter(values)
-            param.grad = _wide_gradient(at["grad"], values, scale)
-            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in counters.items()}
-            state.update({name: self._decoded(at, name) for name in names})
-            stand_in.state = defaultdict(dict, {param: state})
-            stand_in.param_groups = [{**group, "params": [param]}]
-            self._raw_step(stand_in)
-            self._keep(lane, run, begin, end, at, stand_in.state[param])
-            if "remainder" in at:
-                split_into(at["compute"], at["remainder"], values)
-            elif "compute" in at:
-                cast_into(at["compute"], values)
-            if end == run.end:
-                self._optimizer.state[segment] = {
-                    key: value for key, value in stand_in.state[param].items() if not is_moment(key, value, param)
-                }
+            self.step_stock(lane, [Chunk(begun, begin, end, at)], groups, scale)
 
         return chunk_step
+
+    def step_stock(
+        self, lane: Lane, chunks: Sequence[Chunk], groups: list[dict[str, Any]], scale: Tensor | float | None
+    ) -> None:
+        """Chunks of different segments by one step. A stand-in of the optimizer steps, so that the user's own is not
+        touched meanwhile; counters are the same before each chunk of a segment, and those of the last are kept."""
+        stand_in = object.__new__(type(self._optimizer))
+        vars(stand_in).update(chunks[0].begun.attributes)
+        stand_in.state = defaultdict(dict)
+        given: dict[int, list[nn.Parameter]] = defaultdict(list)
+        params: list[nn.Parameter] = []
+        if isinstance(scale, Tensor):
+            self._line.uses(scale)
+        for chunk in chunks:
+            param = self._stand_in(lane, chunk, scale)
+            counters = {k: v.clone() if isinstance(v, Tensor) else v for k, v in chunk.begun.counters.items()}
+            moments = {name: self._decoded(chunk.at, name) for name in chunk.begun.names}
+            stand_in.state[param] = {**counters, **moments}
+            given[chunk.begun.run.group].append(param)
+            params.append(param)
+        stand_in.param_groups = [{**groups[number], "params": some} for number, some in given.items()]
+        self._raw_step(stand_in)
+        for chunk, param in zip(chunks, params):
+            self._finish(lane, chunk, param, stand_in.state[param])
+
+    @staticmethod
+    def _stand_in(lane: Lane, chunk: Chunk, scale: Tensor | float | None) -> nn.Parameter:
+        """A chunk as a parameter with its gradient."""
+        assert lane.master is not None
+        values = chunk.at.get("master")
+        if values is None:
+            numel, device = chunk.end - chunk.begin, chunk.at["compute"].device
+            values = torch.empty(numel, dtype=lane.master.dtype, device=device)
+            join_into(values, chunk.at["compute"], chunk.at["remainder"])
+        param = nn.Parameter(values)
+        param.grad = _wide_gradient(chunk.at["grad"], values, scale)
+        return param
+
+    def _finish(self, lane: Lane, chunk: Chunk, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """After the step: moments, weights and counters to where they belong."""
+        run, at, values = chunk.begun.run, chunk.at, param.detach()
+        self._keep(lane, run, chunk.begin, chunk.end, at, state)
+        if "remainder" in at:
+            split_into(at["compute"], at["remainder"], values)
+        elif "compute" in at:
+            cast_into(at["compute"], values)
+        if chunk.end == run.end:
+            (segment,) = run.segments
+            self._optimizer.state[segment] = {
+                key: value for key, value in state.items() if not is_moment(key, value, param)
+            }
 
     @staticmethod
     def _decoded(at: dict[str, Tensor], name: str) -> Tensor:

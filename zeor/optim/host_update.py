@@ -1,130 +1,276 @@
-"""The update of a lane on the host: the stock optimizer over memory that rests there.
+"""The update of lanes on the host: the stock optimizer over memory that rests there.
 
     device   gradient --widened, scaled--> fp32 ----\\                    /----> fp32 --cast--> compute
     link                                             copy              copy
     host                                               \\--> stock step --/   master, moments: updated in place
 
 The link carries fp32 and the device does the casts, so the host makes no pass over the data but the step itself, which
-is torch's fused kernel where the optimizer has one. Chunks overlap: while one is updated the next gradient comes down
-and the last weights go up. Runs in the thread that calls it, with threads of its own number beneath; they are given
-back afterwards.
+is torch's fused kernel where the optimizer has one. Neighbouring segments go together, in batches that are large
+against what Python does for each; while one is updated the next gradients come down and the last weights go up, across
+lanes as well. One thread does it, with threads of its own number beneath; they are given back when nothing is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeor.memory.formats import cast_into
+from zeor.memory.formats import cast_and_spoil
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.memory.rest import Rest
 
-AHEAD = 4  # chunks whose gradients are on their way down: small ones must not leave the step waiting
+AHEAD = 2  # batches whose gradients are on their way down: the link is faster than the step
+MOST_NUMEL = 1 << 24  # elements of a batch
+CUT_NUMEL = 64  # segments are cut, and lie in a batch, at multiples of this: kernels go on there as they would uncut
+_SWITCH_S = 5e-4  # another thread may run Python for so long when the step's thread wants to; 5e-3 is Python's own
 
 
-MOST_NUMEL = 1 << 23  # elements at a time: enough for every thread, and the last chunk of a parameter is soon there
-
-
-class HostChunk(NamedTuple):
-    """What the step of one chunk needs. `step(gradient)`: the optimizer's own over the host's memory."""
+class HostPart(NamedTuple):
+    """Elements [begin, end) of a lane, of one segment, and where their gradients are: elements from `first` on."""
 
     begin: int
     end: int
-    grad: Rest  # elements [grad_begin, ...) of it
-    grad_begin: int
-    master: Tensor  # on the host
-    compute: Tensor  # where forward reads it
+    grad: Rest
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+class Batch(NamedTuple):
+    """What one call of the optimizer updates. `step(gradients of the parts)`: its own step over the host's memory.
+    `published`: master on the host, and compute that follows it."""
+
+    parts: Sequence[HostPart]
+    published: Sequence[tuple[Tensor, Tensor]]
     scale: Tensor | float | None
-    step: Callable[[Tensor], None]
+    step: Callable[[list[Tensor]], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.published[0][0].dtype
+
+    def places(self) -> list[slice]:
+        """Of the parts, in a slot."""
+        ends = _packed([part.numel for part in self.parts])
+        return [slice(end - part.numel, end) for part, end in zip(self.parts, ends)]
 
 
 class _Slot:
+    """Where a batch's gradients arrive, and what gradients and weights pass through on the device."""
+
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
-        pinned = device.type != "cpu"
-        self.grad = torch.empty(numel, dtype=dtype, pin_memory=pinned)
-        self.down = torch.empty(numel, dtype=dtype, device=device)
-        self.up = torch.empty(numel, dtype=dtype, device=device)
-        self.arrived, self.cast = Mark(), Mark()
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self.grad = torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
+        self.down = self.up = self.grad[:0]
+        self.arrived = Mark()
+
+    def make_room(self) -> bool:
+        """Whether it took memory of the device."""
+        if self.down.numel():
+            return False
+        self.down, self.up = (torch.empty(self._numel, dtype=self._dtype, device=self._device) for _ in range(2))
+        return True
+
+    def leave(self) -> None:
+        self.down = self.up = self.grad[:0]
+
+
+class _Lane:
+    """Batches that are still to be sent down, of one lane."""
+
+    def __init__(self, batches: Sequence[Batch], ready: Callable[[], None]):
+        self.left, self._ready = deque(batches), ready
+        self.done: Future[tuple[Mark, Mark]] = Future()
+
+    def next(self) -> Batch:
+        ready, self._ready = self._ready, lambda: None
+        ready()
+        return self.left.popleft()
+
+    def fail(self, error: BaseException) -> None:
+        """What has failed half-way must fail for everybody who asks."""
+        self.left.clear()
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class _Sent(NamedTuple):
+    """A batch whose gradients are on their way down."""
+
+    lane: _Lane
+    batch: Batch
+    slot: _Slot
+    is_last: bool  # of its lane
 
 
 class HostUpdate:
     def __init__(self, device: torch.device, chunk_numel: int, threads: int | None):
-        self._device, self.chunk_numel = device, min(chunk_numel, MOST_NUMEL)
+        self._device = device
+        self.chunk_numel = max(CUT_NUMEL, min(chunk_numel, MOST_NUMEL) // CUT_NUMEL * CUT_NUMEL)
         self.threads = threads or default_threads()
-        self.widens, self._downs, self._ups = Line(device), Line(device), Line(device)
-        self._slots: dict[torch.dtype, list[_Slot]] = {}
+        self.widens, self._downs, self.ups = Line(device), Line(device), Line(device)
+        self._slots: dict[torch.dtype, deque[_Slot]] = {}
+        self._lanes: queue.SimpleQueue[_Lane | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._latest: Future[tuple[Mark, Mark]] | None = None
 
     @property
     def nbytes(self) -> int:
         """On the device."""
         return sum(slot.down.nbytes + slot.up.nbytes for slots in self._slots.values() for slot in slots)
 
-    def run(self, chunks: Sequence[HostChunk], ready: Mark) -> Mark:
-        """Everything of one lane; the mark after which compute is new. `ready`: gradients are there and nobody reads
-        compute any more."""
-        ready.hold(self.widens)
-        ready.hold(self._ups)
-        with use_threads(self.threads):
-            for number in range(min(AHEAD, len(chunks))):
-                self._send_down(number, chunks[number])
-            for number, chunk in enumerate(chunks):
-                slot = self._slot(number, chunk.master.dtype)
-                slot.arrived.wait()
-                chunk.step(slot.grad[: chunk.end - chunk.begin])
-                self._send_up(slot, chunk)
-                if number + AHEAD < len(chunks):
-                    self._send_down(number + AHEAD, chunks[number + AHEAD])
-        return self._ups.mark()
+    def start(self, batches: Sequence[Batch], ready: Callable[[], None]) -> Future[tuple[Mark, Mark]]:
+        """Queue a lane. `ready` is called before anything of it is touched, and waits until it may be. The result: the
+        mark after which compute is new and nothing of the lane under way, twice."""
+        lane = _Lane(batches, ready)
+        if not batches:
+            lane.done.set_result((Mark(), Mark()))
+            return lane.done
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="zeor-host-update", daemon=True)
+            self._thread.start()
+        self._latest = lane.done
+        self._lanes.put(lane)
+        return lane.done
 
-    def _slot(self, number: int, dtype: torch.dtype) -> _Slot:
+    def leave(self) -> None:
+        """Give the device's memory back, unless it is being used."""
+        if self._latest is None or not self._latest.done():
+            return
+        self.ups.mark().hold()  # the last casts -> whoever gets this memory
+        for slot in (slot for slots in self._slots.values() for slot in slots):
+            slot.leave()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._lanes.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index or 0)
+        with torch.no_grad():
+            lane = self._lanes.get()
+            while lane is not None:
+                with use_threads(self.threads):
+                    goes_on = self._work(lane)
+                lane = self._lanes.get() if goes_on else None
+
+    def _work(self, first: _Lane) -> bool:
+        """Lanes until none is left; False where the end was asked for."""
+        lanes, sent, goes_on = deque([first]), deque[_Sent](), True
+        while True:
+            while goes_on and not self._lanes.empty():
+                lane = self._lanes.get()
+                goes_on = lane is not None
+                lanes.extend([] if lane is None else [lane])
+            while lanes and len(sent) < AHEAD:
+                try:
+                    batch = lanes[0].next()
+                    sent.append(_Sent(lanes[0], batch, self._send_down(batch), not lanes[0].left))
+                except BaseException as error:
+                    lanes[0].fail(error)
+                if not lanes[0].left:
+                    lanes.popleft()
+            if not sent:
+                return goes_on
+            each = sent.popleft()
+            try:
+                self._update(each)
+            except BaseException as error:
+                each.lane.fail(error)
+
+    def _update(self, sent: _Sent) -> None:
+        if sent.lane.done.done():
+            return  # it has failed
+        batch, slot = sent.batch, sent.slot
+        slot.arrived.wait()
+        batch.step([slot.grad[place] for place in batch.places()])
+        self._send_up(batch, slot)
+        if sent.is_last:
+            done = self.ups.mark()
+            sent.lane.done.set_result((done, done))
+
+    def _slot(self, dtype: torch.dtype) -> _Slot:
+        """The one that was used longest ago: nothing is in it that is still needed."""
         if dtype not in self._slots:
-            self._slots[dtype] = [_Slot(self.chunk_numel, dtype, self._device) for _ in range(AHEAD + 1)]
-            for line in (self.widens, self._ups):
+            self._slots[dtype] = deque(_Slot(self.chunk_numel, dtype, self._device) for _ in range(AHEAD + 1))
+        slots = self._slots[dtype]
+        slots.rotate(-1)
+        if slots[-1].make_room():
+            for line in (self.widens, self.ups):
                 current_mark(self._device).hold(line)  # whoever had this memory -> what is written there
-        return self._slots[dtype][number % (AHEAD + 1)]
+        return slots[-1]
 
-    def _send_down(self, number: int, chunk: HostChunk) -> None:
-        slot, numel = self._slot(number, chunk.master.dtype), chunk.end - chunk.begin
-        grad = chunk.grad.tensor[chunk.grad_begin : chunk.grad_begin + numel]
+    def _send_down(self, batch: Batch) -> _Slot:
+        slot, places = self._slot(batch.dtype), batch.places()
+        whole = slice(0, places[-1].stop)
         with self.widens():
             slot.arrived.hold(self.widens)  # the copy out of it, a round ago -> new values
-            slot.down[:numel].copy_(grad, non_blocking=True)
-            if chunk.scale is not None:
-                slot.down[:numel].mul_(chunk.scale)
-        self.widens.uses(chunk.grad.tensor)
+            for part, place in zip(batch.parts, places):
+                grad = part.grad.tensor[part.first : part.first + part.numel]
+                slot.down[place].copy_(grad, non_blocking=True)
+            if batch.scale is not None:
+                slot.down[whole].mul_(batch.scale)
         self.widens.mark().hold(self._downs)  # widened -> copied
         with self._downs():
-            slot.grad[:numel].copy_(slot.down[:numel], non_blocking=True)
+            slot.grad[whole].copy_(slot.down[whole], non_blocking=True)
             slot.arrived = self._downs.mark()
+        return slot
 
-    def _send_up(self, slot: _Slot, chunk: HostChunk) -> None:
-        numel = chunk.end - chunk.begin
-        with self._ups():  # in one line: the cast of an earlier chunk in this slot -> this copy
-            slot.up[:numel].copy_(chunk.master, non_blocking=True)
-            cast_into(chunk.compute, slot.up[:numel])
+    def _send_up(self, batch: Batch, slot: _Slot) -> None:
+        ends = _packed([master.numel() for master, _ in batch.published])
+        with self.ups():  # in one line: the casts of an earlier batch in this slot -> these copies
+            for (master, compute), end in zip(batch.published, ends):
+                up = slot.up[end - master.numel() : end]
+                up.copy_(master, non_blocking=True)
+                cast_and_spoil(compute, up)
+
+
+def _packed(numels: Sequence[int]) -> list[int]:
+    """Where each of several ends in a slot."""
+    ends, at = [], 0
+    for numel in numels:
+        at = -(-at // CUT_NUMEL) * CUT_NUMEL + numel
+        ends.append(at)
+    return ends
 
 
 def default_threads() -> int:
-    """This rank's share of the cores the process may use, less one for the loop and its loader where there are many."""
+    """This rank's share of the cores the process may use; where there are many, a quarter is left to the loop and its
+    loader. The step lives on the memory's bandwidth, and a thread that must wait for a core holds up all others: of
+    sixteen cores twelve were faster than fifteen."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, share - 1 if share > 4 else share)
+    return max(1, share * 3 // 4 if share > 4 else share)
 
 
 @contextlib.contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """torch computes with so many threads when called from this one."""
-    before = torch.get_num_threads()
+    """torch computes with so many threads when called from this one, which need not wait long for its turn."""
+    threads, switch = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(count)
+    sys.setswitchinterval(min(switch, _SWITCH_S))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(switch)
 
 
 def fused_group(group: dict[str, Any]) -> dict[str, Any]:

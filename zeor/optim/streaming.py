@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,43 +21,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.memory.lines import Mark, current_mark
+from zeor.memory.lines import Line, Mark, current_mark
 from zeor.optim import kernels
 from zeor.optim.auto import Auto
 from zeor.optim.chunk_steps import ChunkSteps, Run
-from zeor.optim.host_update import HostChunk, HostUpdate, fused_group
+from zeor.optim.host_batches import batches_of
+from zeor.optim.host_update import HostUpdate, fused_group
 from zeor.optim.moments import Moments
 from zeor.optim.segments import Segments
+from zeor.optim.update import Update
 from zeor.optim.windows import Part, Windows
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
 IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds what a slow link can pile up
-
-
-class Update:
-    """A lane's update under way. `hold`: the computation waits for it. `wait`: the host does."""
-
-    def __init__(self, job: Future | None, updated: Mark, spilled: Mark, compute_away: bool):
-        self._job, self.updated, self.spilled = job, updated, spilled
-        self._compute_away, self._held = compute_away, False
-
-    def hold(self) -> None:
-        if not self._held:
-            self._finish_job()
-            (self.spilled if self._compute_away else self.updated).hold()
-            self._held = True
-
-    def wait(self) -> None:
-        self._finish_job()
-        self.spilled.wait()
-        self.hold()
-
-    def _finish_job(self) -> None:
-        if self._job is not None:
-            self.updated, self.spilled = self._job.result()
-            self._job = None  # not before: what has failed half-way must fail for everybody who asks
 
 
 class Streaming:
@@ -73,11 +51,13 @@ class Streaming:
             self._host = HostUpdate(engine.mesh.device, self._chunk_numel, plan.offload.threads)
         self._pump: ThreadPoolExecutor | None = None
         self._in_flight: deque[Update] = deque()
+        self._last: Update | None = None  # of this step
         self.adopted: Callable[[Lane], None] = lambda lane: None  # told whoever updated it before
         self.auto: Auto | None = None
         if plan.offload is not None and plan.offload.auto:
             self.auto = Auto(engine, self, optimizer, self._chunk_numel)
         self._steps = ChunkSteps(optimizer, self.moments, self._windows.updates)
+        engine.backward.begins.append(self.begin_backward)
 
     def takes(self, lane: Lane) -> bool:
         """Whether this lane is updated here."""
@@ -110,14 +90,34 @@ class Streaming:
                 lane.master.pending = self._start_on_host(lane, work, groups, earlier)
             else:
                 chunks, step = self._prepare(lane, self._runs(lane, work), groups, self._scale(lane))
-                lane.master.pending = self._start(lane, chunks, step) or earlier
+                keeps = self._kept(lane, self._windows.updates)
+                lane.master.pending = self._start(lane, chunks, step, keeps) or earlier
+            self._last = lane.master.pending if isinstance(lane.master.pending, Update) else self._last
             lane.behind = lane.lags
             if lane.grads is not None:
                 lane.grads.reader = lane.master.pending
             if bounded:
                 self._bound(lane.master.pending)  # type: ignore[arg-type]
 
-    def _start(self, lane: Lane, chunks: list[list[Part]], step: Callable[[int, dict[str, Tensor]], None]) -> Any:
+    def _kept(self, lane: Lane, line: Line) -> list[Tensor]:
+        """Gradients on the device that are read in this line: see Note [Gradients until they are used] in update.py."""
+        assert lane.grads is not None
+        if lane.grads.resting:
+            return []
+        held = lane.grads.own_parts()
+        if lane.lags:  # nobody waits for it before the next one
+            for tensor in held:
+                line.uses(tensor)
+            return []
+        return held
+
+    def _start(
+        self,
+        lane: Lane,
+        chunks: list[list[Part]],
+        step: Callable[[int, dict[str, Tensor]], None],
+        keeps: Sequence[Tensor],
+    ) -> Any:
         """Queue a lane's chunks: here, or in the thread that waits for files."""
         away = [part.rest for chunk in chunks for part in chunk if part.rest.away]
         if not away:
@@ -134,9 +134,10 @@ class Streaming:
 
         if not any(rest.file is not None for rest in away) and self._pump is None:
             try:
-                return Update(None, *run(), compute_away)
+                return Update(None, *run(), compute_away, keeps)
             except BaseException:  # what is queued goes on, and whoever reads the lane must wait for it
-                lane.master.pending = Update(None, windows.updates.mark(), windows.spills.mark(), compute_away)  # type: ignore[union-attr]
+                marks = windows.updates.mark(), windows.spills.mark()
+                lane.master.pending = Update(None, *marks, compute_away, keeps)  # type: ignore[union-attr]
                 raise
 
         def job() -> tuple[Mark, Mark]:
@@ -144,7 +145,7 @@ class Streaming:
             windows.finish()
             return marks
 
-        return Update(self._submit(job), Mark(), Mark(), compute_away)
+        return Update(self._submit(job), Mark(), Mark(), compute_away, keeps)
 
     def _submit(self, job: Callable[[], tuple[Mark, Mark]]) -> Future:
         """To be done by the one thread beside the loop, in order."""
@@ -164,40 +165,29 @@ class Streaming:
         self, lane: Lane, work: list[list[Tensor]], groups: list[dict[str, Any]], earlier: Any
     ) -> Update:
         """The stock step over the host's memory: see host_update.py."""
-        host, master = self._host, lane.master
-        assert host is not None and master is not None and master.own is not None and lane.grads is not None
-        chunks: list[HostChunk] = []
-        scale = self._scale(lane)
-        for run in self._runs(lane, work):
-            rest, first = lane.grads.at_rest(run.where)
-            step = self._steps.stock_over(run, [fused_group(group) for group in groups])
-            for begin, end in _ranges(run.begin, run.end, host.chunk_numel):
-                own = master.own.tensor[begin:end]
-                at = {"master": own}
-                for name in self.moments.names(run.segments[0]):
-                    at[name] = self.moments.need(lane, name).codes.tensor[begin:end]
-                do = functools.partial(_step_on_host, functools.partial(step, lane, begin, end, None), at)
-                compute = master.compute.tensor[begin:end]
-                chunks.append(HostChunk(begin, end, rest, begin - first, own, compute, scale, do))
-        ready, resting = current_mark(self.engine.mesh.device), lane.grads.resting
+        host, grads = self._host, lane.grads
+        assert host is not None and grads is not None
+        scale, fused = self._scale(lane), [fused_group(group) for group in groups]
+        runs = self._runs(lane, work)
+        batches = batches_of(lane, runs, self.moments, self._steps, fused, scale, host.chunk_numel)
+        ready, resting = current_mark(self.engine.mesh.device), grads.resting
         rested = resting.spilled if resting else Mark()
 
-        def job() -> tuple[Mark, Mark]:
+        def wait() -> None:
             if isinstance(earlier, Update):
                 earlier.wait()  # weights on their way up -> new values for them
+            for line in (host.widens, host.ups):
+                ready.hold(line)  # gradients, and the last readers of compute -> the update
             rested.hold(host.widens)  # gradients' copies out, in backward -> their way here
-            done = host.run(chunks, ready)
-            return done, done
 
-        return Update(self._submit(job), Mark(), Mark(), compute_away=False)
+        done = host.start(batches, wait)
+        return Update(done, Mark(), Mark(), compute_away=False, keeps=self._kept(lane, host.widens))
 
     def _bound(self, update: Update | None) -> None:
         if update is not None:
             self._in_flight.append(update)
         while len(self._in_flight) > IN_FLIGHT:
-            earlier = self._in_flight.popleft()
-            earlier._finish_job()
-            earlier.updated.wait()
+            self._in_flight.popleft().hold()  # what backward allocates from here on may lie where its gradients did
 
     def _scale(self, lane: Lane) -> Tensor | float | None:
         """The factor to multiply gradients by; several different ones are multiplied in here."""
@@ -279,17 +269,35 @@ class Streaming:
             grads.resting.spilled.hold(self._windows.fetches)  # its copy out, in backward -> its copy in
         rest, first = grads.at_rest(run.where)
         parts.append(Part("grad", rest, begin - first, end - first, writes=False))
-        self._windows.updates.uses(rest.tensor)
         return parts
 
     def end_step(self) -> None:
-        """Everything of a step is queued: the windows' memory is free for others once it is done."""
-        if self._pump is None:
-            self._windows.leave()
+        """Everything of a step is queued. Its updates are done where forward waits for the last: what it computes from
+        there on, the loss above all, needs the windows' memory more than they do."""
+        last, self._last = self._last, None
+        if last is not None and not (self.engine.plan.release or self.engine.plan.delay):
+            last.then = self._leave
+            if last._held:
+                self._leave()
         if self.auto is not None:
             self.auto.after_step()
 
+    def begin_backward(self) -> None:
+        """The same where updates of backward, or units that forward did not come to, left them."""
+        if not self.engine.plan.delay:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._pump is None:
+            self._windows.leave()
+        if self._host is not None:
+            self._host.leave()
+
     def close(self) -> None:
+        if self.begin_backward in self.engine.backward.begins:
+            self.engine.backward.begins.remove(self.begin_backward)
+        if self._host is not None:
+            self._host.close()
         if self._pump is not None:
             self._pump.shutdown(wait=True)
             self._pump = None
@@ -302,10 +310,6 @@ def chunk_numel(engine: Engine) -> int:
         return offload.chunk
     masters = (lane.master for unit in engine.units for lane in unit.lanes)
     return 1 << 25 if sum(m.numel for m in masters if m is not None) > LARGE_NUMEL else 1 << 24
-
-
-def _step_on_host(step: Callable[[dict[str, Tensor]], None], at: dict[str, Tensor], grad: Tensor) -> None:
-    step({**at, "grad": grad})
 
 
 def _frozen(group: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Part(NamedTuple):
 class _Window:
     def __init__(self) -> None:
         self.device: Tensor | None = None
+        self.outgrown: list[Tensor] = []  # blocks it had before, which copies may still read
         self.host: Tensor | None = None
         self.empty = Mark()  # emptied by the copies of the chunk before
         self.writes: list[Future] = []
@@ -67,7 +68,7 @@ class Windows:
         self._device = device
         self.fetches, self.updates, self.spills = Line(device), Line(device), Line(device)
         self._windows = [_Window() for _ in range(WINDOWS)]
-        self._next = 0
+        self._next = self._most_nbytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +79,7 @@ class Windows:
         """For each chunk: bring what is away, `update(number, tensors by name)`, take it back. Files are read ahead
         and written behind; where there are none the host waits for nothing."""
         ahead = 0
+        self._make_room(chunks)
         for number in range(len(chunks)):
             while ahead < min(number + WINDOWS - 1, len(chunks)):
                 self._read(self._windows[(self._next + ahead) % WINDOWS], chunks[ahead])
@@ -92,12 +94,11 @@ class Windows:
         self._next = (self._next + len(chunks)) % WINDOWS
 
     def leave(self) -> None:
-        """Give the device's memory back; it is not given to others before what is queued so far is done."""
-        for window in self._windows:
-            if window.device is not None:
-                for line in (self.fetches, self.updates, self.spills):
-                    line.uses(window.device)
-                window.device, window.parts = None, {}
+        """Give the device's memory back: the computation goes on when it is empty, and may have it then."""
+        if any(window.device is not None for window in self._windows):
+            self.spills.mark().hold()  # the last copies out of the windows -> whoever gets their memory
+            for window in self._windows:
+                window.device, window.parts, window.outgrown = None, {}, []
 
     def finish(self) -> None:
         """Everything written is in its file."""
@@ -107,18 +108,14 @@ class Windows:
     # ---- one window
 
     def _read(self, window: _Window, chunk: Sequence[Part]) -> None:
-        """Room for a chunk, and its files into the staging part of it."""
+        """The window cut for a chunk, and its files read into the staging part of it."""
         window.finish_writes()
         window.empty.wait() if any(part.rest.file for part in chunk) else None  # the copies out of it -> new reads
-        on_host = self._device.type == "cpu"
         window.parts = {part.name: part.home for part in chunk if not part.rest.away}
-        window.staged = {}
-        staged = [part for part in chunk if part.rest.file is not None]
-        copied = [part for part in chunk if part.rest.away and not (on_host and part.rest.file is not None)]
-        self._make_room(window, sum(part.nbytes for part in copied), sum(part.nbytes for part in staged))
-        window.parts.update(_cut(window.device, copied))
+        staged = self._staged(chunk)
+        window.parts.update(_cut(window.device, self._copied(chunk)))
         window.staged = _cut(window.host, staged)
-        if on_host:
+        if self._device.type == "cpu":
             window.parts.update(window.staged)  # there is nothing between
         window.reads = [
             part.rest.file.read_async(part.begin, part.end, window.staged[part.name])
@@ -126,13 +123,30 @@ class Windows:
             if part.reads and part.rest.file is not None
         ]
 
-    def _make_room(self, window: _Window, device_nbytes: int, host_nbytes: int) -> None:
-        if device_nbytes > (0 if window.device is None else window.device.numel()):
-            window.empty.wait()  # the last copies out of the block -> whoever gets its memory
-            window.device = _block(device_nbytes, self._device)
-            current_mark(self._device).hold(self.fetches)  # whoever had this memory -> copies into it
-        if host_nbytes > (0 if window.host is None else window.host.numel()):
-            window.host = _block(host_nbytes, torch.device("cpu"), pinned=self._device.type != "cpu")
+    @staticmethod
+    def _staged(chunk: Sequence[Part]) -> list[Part]:
+        return [part for part in chunk if part.rest.file is not None]
+
+    def _copied(self, chunk: Sequence[Part]) -> list[Part]:
+        """What has a place of its own in the window; on a host, where files are read to is the window."""
+        on_host = self._device.type == "cpu"
+        return [part for part in chunk if part.rest.away and not (on_host and part.rest.file is not None)]
+
+    def _make_room(self, chunks: Sequence[Sequence[Part]]) -> None:
+        """Every window takes the largest of all chunks so far at once: the host waits for nothing here."""
+        device_nbytes = max((sum(part.nbytes for part in self._copied(chunk)) for chunk in chunks), default=0)
+        host_nbytes = max((sum(part.nbytes for part in self._staged(chunk)) for chunk in chunks), default=0)
+        self._most_nbytes = max(device_nbytes, self._most_nbytes)
+        for window in self._windows:
+            if device_nbytes > (0 if window.device is None else window.device.numel()):
+                if window.device is not None:
+                    window.outgrown.append(window.device)
+                window.device = _block(self._most_nbytes, self._device)
+                current_mark(self._device).hold(self.fetches)  # whoever had this memory -> copies into it
+            if host_nbytes > (0 if window.host is None else window.host.numel()):
+                window.finish_writes()  # out of the block -> whoever gets its memory
+                window.empty.wait()
+                window.host = _block(host_nbytes, torch.device("cpu"), pinned=self._device.type != "cpu")
 
     def _fetch(self, window: _Window, chunk: Sequence[Part]) -> None:
         reads, window.reads = window.reads, []
@@ -162,6 +176,7 @@ class Windows:
                 part.rest.file.write_async(part.begin, part.end, window.staged[part.name])  # type: ignore[union-attr]
                 for part in filed
             ]
+        window.parts = {}  # gradients are kept by who needs them
 
 
 def _block(nbytes: int, device: torch.device, pinned: bool = False) -> Tensor:

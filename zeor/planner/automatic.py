@@ -38,7 +38,9 @@ def place(model: Model) -> Model:
     window = int(WINDOWS * model.setting.chunk * (_moments(model) + 2))
     free = budget - _used_nbytes(model) - window - _margin(model, budget)
     disk = 0 if offload.folder is None else int(0.98 * shutil.disk_usage(offload.folder).free)
-    tiers = dict(zip(map(id, lanes), choose([_need(model, lane) for lane in lanes], Room(free, host_nbytes, disk))))
+    room = Room(free, host_nbytes, disk)
+    chosen = choose([_need(model, lane) for lane in lanes], room, spread=model.setting.plan.release)
+    tiers = dict(zip(map(id, lanes), chosen))
     placed = [[moved(lane, tiers[id(lane)]) if id(lane) in tiers else lane for lane in unit] for unit in model.lanes]
     return replace(model, lanes=placed)
 

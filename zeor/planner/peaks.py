@@ -68,23 +68,42 @@ def device_peak(model: Model) -> int:
     rest = resting_nbytes(model) + gathered_nbytes(model)
     rest += WORKSPACE_NBYTES if model.setting.native else 0
     stepping = rest + window + model.trace.left + all_grads_nbytes(model) + update_nbytes(model.flat)
+    stepping = max(stepping, rest + forward_nbytes(model, window))  # updates go on under the next forward
     computing = rest + computing_nbytes(model)
     if windows_stay(model):
-        computing += window + kept_by_windows(model)
+        computing += window
     elif model.setting.plan.release:
         computing = max(computing, rest + window + computing_nbytes(model, first_update(model) or 0))
     return max(computing, stepping, setup_nbytes(model))
 
 
 def windows_stay(model: Model) -> bool:
-    """Between steps: those that a thread beside the loop works with."""
-    return any(lane.wide or "disk" in lane.tiers for lane in model.flat if lane.streamed)
+    """Between steps: those that a thread works with which waits for files, and those of updates nobody waits for."""
+    streamed = [lane for lane in model.flat if lane.streamed]
+    return any("disk" in lane.tiers for lane in streamed) or (model.setting.plan.delay > 0 and bool(streamed))
 
 
 def resting_nbytes(model: Model) -> int:
     """On the device from step to step: all but gradients that come and go, and windows."""
     stays = [a for a in model.arrays() if a.tier == "device" and (a.role != "grad" or model.setting.column.grad_buffer)]
     return rounded_nbytes(stays) + model.buffers_nbytes
+
+
+def forward_nbytes(model: Model, window: int) -> int:
+    """Activations; gradients that updates of units forward has not come to yet still read, see Note [Gradients until
+    they are used] in optim/update.py; and windows, until it comes to the last of them or, with release, to backward."""
+    plan, column = model.setting.plan, model.setting.column
+    if plan.release:
+        return window + model.trace.peaks[0]
+    kept: dict[int, int] = Counter()
+    for lane in (lane for lane in model.flat if lane.streamed):
+        here = lane.tiers.grads == "device" and not column.grad_buffer and not plan.delay
+        kept[lane.unit] += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize if here else 0
+    most = 0
+    for unit, peak in model.trace.entered:
+        kept.pop(unit, None)
+        most = max(most, peak + sum(kept.values()) + (window if kept else 0))
+    return most
 
 
 def computing_nbytes(model: Model, begin: int = 0, end: int | None = None) -> int:
@@ -107,8 +126,9 @@ def grads_by_arrival(model: Model) -> list[int]:
     if setting.world > 1:  # slices that stay, and whole gradients that are being sent; none before the first arrives
         stay = [0 if leaves or sizes[id(param)][0] in away else sizes[id(param)][1] for param in arrived]
         return [0, *(_travelling_nbytes(model) - (-held // setting.world) for held in accumulate(stay))]
-    # A unit's gradients leave when the next unit has all of its own; where a thread updates, when that is done.
-    lag = 1 + (IN_FLIGHT if windows_stay(model) else 0)
+    # A unit's gradients leave when the next unit has all of its own; those that an update beside reads, after that.
+    beside = any(lane.streamed for lane in model.flat) and leaves
+    lag = 1 + (IN_FLIGHT if beside else 0)
     missing = Counter(sizes[id(param)][0] for param in arrived)
     held, found, leaving = 0, [0], deque[int]()
     by_unit: Counter[int] = Counter()
@@ -188,14 +208,6 @@ def _travelling_nbytes(model: Model) -> int:
     """Gradients that are being sent: the root's, of two units, and where they are received."""
     grads = _unit_nbytes(model, of_grads=True)
     return _receive_nbytes(model) + grads[0] + 2 * max(grads[1:], default=0)
-
-
-def kept_by_windows(model: Model) -> int:
-    """A window keeps the gradient of the last chunk that went through it until the next comes."""
-    if not model.setting.adopts:
-        return 0
-    streams = [lane for lane in model.flat if lane.streamed and not lane.wide and lane.tiers.grads == "device"]
-    return max((numel * lane.key.reduce_dtype.itemsize for lane in streams for numel in lane.layout.numels), default=0)
 
 
 def update_nbytes(lanes: Sequence[PlannedLane]) -> int:

@@ -32,10 +32,12 @@ from zeor.runtime.keys import lane_key
 
 @dataclass
 class Trace:
-    """`peaks[n]`: the most bytes alive while n gradients had arrived. `arrived`: the parameters, in that order."""
+    """`peaks[n]`: the most bytes alive while n gradients had arrived. `arrived`: the parameters, in that order.
+    `entered`: units in the order of forward, each with the most bytes alive from then until the next one's turn."""
 
     peaks: list[int] = field(default_factory=lambda: [0])
     arrived: list[nn.Parameter] = field(default_factory=list)
+    entered: list[tuple[int, int]] = field(default_factory=list)
     left: int = 0  # alive when backward is over
     sent: list[int] = field(default_factory=list)  # sizes of inputs that recompute="offload" keeps on the host
 
@@ -86,6 +88,9 @@ def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workloa
         if any(getattr(each, "_compiled_call_impl", None) or hasattr(each, "_orig_mod") for each in model.modules()):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         counter.begin(standing_in, work.inputs)
+        for number, unit in enumerate(units):
+            handle = unit.module.register_forward_pre_hook(lambda *_, number=number: counter.enter(number))
+            stack.callback(handle.remove)
         given = work.inputs
         if compute is not None:
             given = tree_map_only(Tensor, lambda each: each.to(compute) if each.is_floating_point() else each, given)
@@ -183,11 +188,19 @@ class _Counter(TorchDispatchMode):
         self._found.arrived.append(param)
         self._found.peaks.append(self.live)
 
+    def enter(self, unit: int) -> None:
+        """A unit's forward begins."""
+        if not self._found.arrived:
+            self._found.entered.append((unit, self.live))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._take(result)
-        peaks = self._found.peaks
-        peaks[-1] = max(peaks[-1], self.live + inner_nbytes(func, args))
+        peaks, entered = self._found.peaks, self._found.entered
+        now = self.live + inner_nbytes(func, args)
+        peaks[-1] = max(peaks[-1], now)
+        if entered and not self._found.arrived:
+            entered[-1] = (entered[-1][0], max(entered[-1][1], now))
         return result
 
     def _take(self, tree: Any) -> None:

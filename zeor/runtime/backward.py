@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ class Backward:
         self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
         self._sync = True  # this backward reduces
         self._ranks = engine.mesh.world  # that computed when gradients were last summed
+        self.begins: list[Callable[[], None]] = []  # told that one does
 
     @property
     def running(self) -> bool:
@@ -96,6 +98,8 @@ class Backward:
         self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, self._factor())
         engine.norms.forget_all()
         engine.begin_grads()
+        for told in self.begins:
+            told()
 
     def _factor(self) -> float:
         """By what new gradients are multiplied as ranks add them up. What no_sync has summed before is brought in line

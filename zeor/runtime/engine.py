@@ -234,6 +234,7 @@ class Engine:
         if self.buffers is not None:
             self.buffers.step()
         self.release.done.clear()
+        self.places.store.leaving.let_go()
         self.passes.end_step()
         for unit in self.units:
             if unit.frees and not self.backward.running and self.forward.walk is None:

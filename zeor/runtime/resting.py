@@ -48,8 +48,10 @@ class RestingGrads:
                 begin = 0 if param == WHOLE else layout.offsets[param]
                 self._at[param] = (begin, begin + tensor.numel())
                 memory[begin : begin + tensor.numel()].copy_(tensor, non_blocking=True)
-                line.uses(tensor)
             self.spilled = line.mark()
+        leaving = self._rest.store.leaving
+        leaving.add(list(held.values()), self.spilled)
+        leaving.let_go(but=1)  # a copy has as long as the next unit's backward takes
 
     def rest(self, segment: Segment, by_parameter: bool) -> tuple[Rest, int]:
         """See GradLane.at_rest."""
