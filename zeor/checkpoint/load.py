@@ -23,7 +23,7 @@ from zeor.checkpoint.doubt import Paths, check_rng, check_roles, check_scalar, c
 from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.fetching import Files
 from zeor.checkpoint.opening import Opened, open_checkpoint, together
-from zeor.checkpoint.reading import Need, need, read_all
+from zeor.checkpoint.reading import Need, need
 from zeor.checkpoint.resuming import go_to, position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
@@ -229,8 +229,7 @@ class Load:
     # ---- step 2
 
     def read(self, host_is_short: bool) -> None:
-        read_all(self._files, self.manifest, list(self._needs.values()))
-        self.staging.read(host_is_short)
+        self.staging.read(host_is_short, list(self._needs.values()))
         if self._same_world:
             check_rng(str(self.path), self._rng(), self.run.mesh.device)
 

@@ -130,7 +130,7 @@ class _Read:
 def read_all(folder: Folder, manifest: Manifest, needs: Sequence[Need], alone: bool = False) -> int:
     """Fill every need. Returns the bytes read; CheckpointError, naming a file, where anything is wrong. `alone`: what
     this process reads no other does."""
-    placed = _placed(folder, manifest, needs)
+    placed = _placed(folder, manifest, needs, alone)
     _align([read for reads in placed.values() for read in reads])
     total = 0
     for file in sorted(placed):
@@ -154,13 +154,15 @@ def verify_all(folder: Folder, manifest: Manifest, needs: Sequence[Need]) -> Non
                 pass
 
 
-def _placed(folder: Folder, manifest: Manifest, needs: Sequence[Need]) -> dict[int, list[_Read]]:
+def _placed(
+    folder: Folder, manifest: Manifest, needs: Sequence[Need], alone: bool = False
+) -> dict[int, list[_Read]]:
     """What is to be read, by file; every header is verified. No memory is taken for it."""
     found = {}
     for file, wanted in wanted_by_file(needs).items():
         info = manifest.files[file]
         path = folder / info.name
-        entries = _verified_header(path, info, manifest.block_nbytes)
+        entries = _verified_header(path, info, manifest.block_nbytes, alone)
         found[file] = [_place(path, entries, each) for each in wanted]
     return found
 
@@ -201,8 +203,8 @@ def _cover(each: Need) -> Iterator[Wanted]:
         at += target.numel
 
 
-def _verified_header(path: Place, info: FileInfo, block_nbytes: int) -> dict[str, Entry]:
-    with BlockReader(path, info, block_nbytes) as reader:
+def _verified_header(path: Place, info: FileInfo, block_nbytes: int, alone: bool = False) -> dict[str, Entry]:
+    with BlockReader(path, info, block_nbytes, alone) as reader:
         text = reader.bytes(0, min(block_nbytes, info.nbytes))
         length = int.from_bytes(text[:8], "little")
         if length > min(info.nbytes - 8, MOST_MANIFEST_NBYTES):

@@ -64,12 +64,13 @@ class Staging:
             host_nbytes += nbytes
         return host_nbytes
 
-    def read(self, host_is_short: bool) -> None:
-        """Read and verify everything; of what the host would have to stage, keep nothing if it is short."""
+    def read(self, host_is_short: bool, also: Sequence[Need] = ()) -> None:
+        """Read and verify everything, and what is `also` needed; of what the host would have to stage, keep nothing if
+        it is short."""
         if host_is_short:
             self._again = [put for put in self._puts if put.need.on_host]
             self._staged = [put for put in self._puts if not put.need.on_host]
-        read_all(self._path, self._manifest, [put.need for put in self._staged], self._alone)
+        read_all(self._path, self._manifest, [*also, *(put.need for put in self._staged)], self._alone)
         verify_all(self._path, self._manifest, [put.need for put in self._again])
 
     @torch.no_grad()

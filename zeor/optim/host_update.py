@@ -7,19 +7,18 @@
 The link carries fp32 and the device does the casts, so the host makes no pass over the data but the step itself, which
 is torch's fused kernel where the optimizer has one. Neighbouring segments go together, in batches that are large
 against what Python does for each; while one is updated the next gradients come down and the last weights go up, across
-lanes as well. One thread does it, with threads of its own number beneath; they are given back when nothing is left.
+lanes as well. One thread calls the optimizer, with threads of its own number beneath, which are given back when nothing
+is left; another one queues the copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from zeor.memory.formats import cast_and_spoil
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.memory.rest import Rest
+from zeor.optim.update import Done
 
 AHEAD = 2  # batches whose gradients are on their way down: the link is faster than the step
 MOST_NUMEL = 1 << 24  # elements of a batch
@@ -88,30 +88,27 @@ class _Slot:
 
 
 class _Lane:
-    """Batches that are still to be sent down, of one lane."""
+    """Batches that are still to be sent down, of one lane; never none while it is queued."""
 
     def __init__(self, batches: Sequence[Batch], ready: Callable[[], None]):
         self.left, self._ready = deque(batches), ready
-        self.done: Future[tuple[Mark, Mark]] = Future()
+        self.done: Future[Done] = Future()
 
-    def next(self) -> Batch:
+    def be_ready(self) -> None:
         ready, self._ready = self._ready, lambda: None
         ready()
-        return self.left.popleft()
 
     def fail(self, error: BaseException) -> None:
-        """What has failed half-way must fail for everybody who asks."""
-        self.left.clear()
         if not self.done.done():
             self.done.set_exception(error)
 
 
 class _Sent(NamedTuple):
-    """A batch whose gradients are on their way down."""
+    """A batch whose gradients are on their way down, to a slot."""
 
     lane: _Lane
     batch: Batch
-    slot: _Slot
+    slot: Future[_Slot]
     is_last: bool  # of its lane
 
 
@@ -122,27 +119,25 @@ class HostUpdate:
         self.threads = threads or default_threads()
         self.widens, self._downs, self.ups = Line(device), Line(device), Line(device)
         self._slots: dict[torch.dtype, deque[_Slot]] = {}
-        self._lanes: queue.SimpleQueue[_Lane | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._latest: Future[tuple[Mark, Mark]] | None = None
+        self._lanes: deque[_Lane] = deque()
+        self._updater = ThreadPoolExecutor(1, "zeor-host-update")
+        self._mover = ThreadPoolExecutor(1, "zeor-host-copies")
+        self._latest: Future[Done] | None = None
 
     @property
     def nbytes(self) -> int:
         """On the device."""
         return sum(slot.down.nbytes + slot.up.nbytes for slots in self._slots.values() for slot in slots)
 
-    def start(self, batches: Sequence[Batch], ready: Callable[[], None]) -> Future[tuple[Mark, Mark]]:
-        """Queue a lane. `ready` is called before anything of it is touched, and waits until it may be. The result: the
-        mark after which compute is new and nothing of the lane under way, twice."""
+    def start(self, batches: Sequence[Batch], ready: Callable[[], None]) -> Future[Done]:
+        """Queue a lane. `ready` is called before anything of it is touched, and waits until it may be."""
         lane = _Lane(batches, ready)
         if not batches:
-            lane.done.set_result((Mark(), Mark()))
+            lane.done.set_result(Done(Mark(), Mark()))
             return lane.done
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="zeor-host-update", daemon=True)
-            self._thread.start()
         self._latest = lane.done
-        self._lanes.put(lane)
+        self._lanes.append(lane)
+        self._updater.submit(self._work)
         return lane.done
 
     def leave(self) -> None:
@@ -154,57 +149,59 @@ class HostUpdate:
             slot.leave()
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._lanes.put(None)
-            self._thread.join()
-            self._thread = None
+        self._updater.shutdown(wait=True)
+        self._mover.shutdown(wait=True)
 
-    # ---- the thread
+    # ---- the thread that updates
 
-    def _run(self) -> None:
+    def _work(self) -> None:
+        """Lanes until none is left, those that come meanwhile included."""
+        if self._lanes:
+            with torch.no_grad(), use_threads(self.threads):
+                sent: deque[_Sent] = deque()
+                while self._lanes or sent:
+                    self._send_ahead(sent)
+                    each = sent.popleft()
+                    try:
+                        self._update(each)
+                    except BaseException as error:
+                        each.lane.fail(error)
+
+    def _send_ahead(self, sent: deque[_Sent]) -> None:
+        while self._lanes and len(sent) < AHEAD:
+            lane = self._lanes[0]
+            batch = lane.left.popleft()
+            sent.append(_Sent(lane, batch, self._mover.submit(self._send_down, lane, batch), not lane.left))
+            if not lane.left:
+                self._lanes.popleft()
+
+    def _update(self, sent: _Sent) -> None:
+        slot = sent.slot.result()
+        if sent.lane.done.done():
+            return  # it has failed
+        slot.arrived.wait()
+        sent.batch.step([slot.grad[place] for place in sent.batch.places()])
+        self._mover.submit(self._publish, sent, slot)
+
+    # ---- the thread that queues copies
+
+    def _publish(self, sent: _Sent, slot: _Slot) -> None:
+        try:
+            with self._here():
+                self._send_up(sent.batch, slot)
+                if sent.is_last and not sent.lane.done.done():
+                    up = self.ups.mark()
+                    sent.lane.done.set_result(Done(up, up))
+        except BaseException as error:
+            sent.lane.fail(error)
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        """Threads have a current device each."""
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index or 0)
         with torch.no_grad():
-            lane = self._lanes.get()
-            while lane is not None:
-                with use_threads(self.threads):
-                    goes_on = self._work(lane)
-                lane = self._lanes.get() if goes_on else None
-
-    def _work(self, first: _Lane) -> bool:
-        """Lanes until none is left; False where the end was asked for."""
-        lanes, sent, goes_on = deque([first]), deque[_Sent](), True
-        while True:
-            while goes_on and not self._lanes.empty():
-                lane = self._lanes.get()
-                goes_on = lane is not None
-                lanes.extend([] if lane is None else [lane])
-            while lanes and len(sent) < AHEAD:
-                try:
-                    batch = lanes[0].next()
-                    sent.append(_Sent(lanes[0], batch, self._send_down(batch), not lanes[0].left))
-                except BaseException as error:
-                    lanes[0].fail(error)
-                if not lanes[0].left:
-                    lanes.popleft()
-            if not sent:
-                return goes_on
-            each = sent.popleft()
-            try:
-                self._update(each)
-            except BaseException as error:
-                each.lane.fail(error)
-
-    def _update(self, sent: _Sent) -> None:
-        if sent.lane.done.done():
-            return  # it has failed
-        batch, slot = sent.batch, sent.slot
-        slot.arrived.wait()
-        batch.step([slot.grad[place] for place in batch.places()])
-        self._send_up(batch, slot)
-        if sent.is_last:
-            done = self.ups.mark()
-            sent.lane.done.set_result((done, done))
+            yield
 
     def _slot(self, dtype: torch.dtype) -> _Slot:
         """The one that was used longest ago: nothing is in it that is still needed."""
@@ -217,7 +214,12 @@ class HostUpdate:
                 current_mark(self._device).hold(line)  # whoever had this memory -> what is written there
         return slots[-1]
 
-    def _send_down(self, batch: Batch) -> _Slot:
+    def _send_down(self, lane: _Lane, batch: Batch) -> _Slot:
+        with self._here():
+            lane.be_ready()
+            return self._bring(batch)
+
+    def _bring(self, batch: Batch) -> _Slot:
         slot, places = self._slot(batch.dtype), batch.places()
         whole = slice(0, places[-1].stop)
         with self.widens():

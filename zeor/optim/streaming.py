@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from zeor.optim.host_batches import batches_of
 from zeor.optim.host_update import HostUpdate, fused_group
 from zeor.optim.moments import Moments
 from zeor.optim.segments import Segments
-from zeor.optim.update import Update
-from zeor.optim.windows import Part, Windows
+from zeor.optim.update import Done, Update
+from zeor.optim.windows import Part, Windows, Work
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
+ChunkStep = Callable[[dict[str, Tensor]], None]
 IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds what a slow link can pile up
 
 
@@ -50,6 +51,7 @@ class Streaming:
         if plan.offload is not None and plan.offload.update == "host":
             self._host = HostUpdate(engine.mesh.device, self._chunk_numel, plan.offload.threads)
         self._pump: ThreadPoolExecutor | None = None
+        self._works: deque[Work] = deque()  # for it
         self._in_flight: deque[Update] = deque()
         self._last: Update | None = None  # of this step
         self.adopted: Callable[[Lane], None] = lambda lane: None  # told whoever updated it before
@@ -89,9 +91,8 @@ class Streaming:
             if self._host is not None and lane.rest.wide:
                 lane.master.pending = self._start_on_host(lane, work, groups, earlier)
             else:
-                chunks, step = self._prepare(lane, self._runs(lane, work), groups, self._scale(lane))
-                keeps = self._kept(lane, self._windows.updates)
-                lane.master.pending = self._start(lane, chunks, step, keeps) or earlier
+                chunks, steps = self._prepare(lane, self._runs(lane, work), groups, self._scale(lane))
+                lane.master.pending = self._start(lane, chunks, steps, earlier) or earlier
             self._last = lane.master.pending if isinstance(lane.master.pending, Update) else self._last
             lane.behind = lane.lags
             if lane.grads is not None:
@@ -111,55 +112,47 @@ class Streaming:
             return []
         return held
 
-    def _start(
-        self,
-        lane: Lane,
-        chunks: list[list[Part]],
-        step: Callable[[int, dict[str, Tensor]], None],
-        keeps: Sequence[Tensor],
-    ) -> Any:
+    def _start(self, lane: Lane, chunks: list[list[Part]], steps: list[ChunkStep], earlier: Any) -> Update | None:
         """Queue a lane's chunks: here, or in the thread that waits for files."""
         away = [part.rest for chunk in chunks for part in chunk if part.rest.away]
         if not away:
-            for number, chunk in enumerate(chunks):
-                step(number, {part.name: part.home for part in chunk})
+            for chunk, step in zip(chunks, steps):
+                step({part.name: part.home for part in chunk})
             return None
         windows, ready = self._windows, current_mark(self.engine.mesh.device)
         compute_away = lane.master is not None and lane.master.compute.away
+        keeps = self._kept(lane, windows.updates)
 
-        def run() -> tuple[Mark, Mark]:
+        def before() -> None:
+            if isinstance(earlier, Update):
+                earlier.written()  # a step ago -> reads of the same files
             ready.hold(windows.updates)  # gradients, and the last readers of compute -> the update
-            windows.run(chunks, step)
-            return windows.updates.mark(), windows.spills.mark()
 
-        if not any(rest.file is not None for rest in away) and self._pump is None:
-            try:
-                return Update(None, *run(), compute_away, keeps)
-            except BaseException:  # what is queued goes on, and whoever reads the lane must wait for it
-                marks = windows.updates.mark(), windows.spills.mark()
-                lane.master.pending = Update(None, *marks, compute_away, keeps)  # type: ignore[union-attr]
-                raise
+        work = Work(chunks, steps, before)
+        if any(rest.file is not None for rest in away) or self._pump is not None:
+            self._works.append(work)
+            self._submit(functools.partial(windows.run, self._works))
+            return Update(work.done, compute_away, keeps)
+        windows.run(deque([work]))
+        if work.done.exception() is not None:  # what is queued goes on, and whoever reads the lane must wait for it
+            queued = Done(windows.updates.mark(), windows.spills.mark()).future()
+            lane.master.pending = Update(queued, compute_away, keeps)  # type: ignore[union-attr]
+            work.done.result()
+        return Update(work.done, compute_away, keeps)
 
-        def job() -> tuple[Mark, Mark]:
-            marks = run()
-            windows.finish()
-            return marks
-
-        return Update(self._submit(job), Mark(), Mark(), compute_away, keeps)
-
-    def _submit(self, job: Callable[[], tuple[Mark, Mark]]) -> Future:
+    def _submit(self, job: Callable[[], None]) -> None:
         """To be done by the one thread beside the loop, in order."""
         if self._pump is None:
             self._pump = ThreadPoolExecutor(1, "zeor-offload")
         device = self.engine.mesh.device
 
-        def run() -> tuple[Mark, Mark]:
+        def run() -> None:
             if device.type != "cpu":
                 torch.accelerator.set_device_index(device.index or 0)
             with torch.no_grad():
-                return job()
+                job()
 
-        return self._pump.submit(run)
+        self._pump.submit(run)
 
     def _start_on_host(
         self, lane: Lane, work: list[list[Tensor]], groups: list[dict[str, Any]], earlier: Any
@@ -180,8 +173,7 @@ class Streaming:
                 ready.hold(line)  # gradients, and the last readers of compute -> the update
             rested.hold(host.widens)  # gradients' copies out, in backward -> their way here
 
-        done = host.start(batches, wait)
-        return Update(done, Mark(), Mark(), compute_away=False, keeps=self._kept(lane, host.widens))
+        return Update(host.start(batches, wait), compute_away=False, keeps=self._kept(lane, host.widens))
 
     def _bound(self, update: Update | None) -> None:
         if update is not None:
@@ -237,18 +229,18 @@ class Streaming:
 
     def _prepare(
         self, lane: Lane, runs: list[Run], groups: list[dict[str, Any]], scale: Tensor | float | None
-    ) -> tuple[list[list[Part]], Callable[[int, dict[str, Tensor]], None]]:
+    ) -> tuple[list[list[Part]], list[ChunkStep]]:
         """The chunks of a lane, and what to do with each once it is there."""
         by_pass = self._by_pass(lane)
         chunks: list[list[Part]] = []
-        steps: list[Callable[[dict[str, Tensor]], None]] = []
+        steps: list[ChunkStep] = []
         for run in runs:
             chunk_step = self._steps.pass_over(run, groups) if by_pass else self._steps.stock_over(run, groups)
             ranges = list(_ranges(run.begin, run.end, self._chunk_numel))
             for begin, end in ranges:
                 chunks.append(self._parts(lane, run, begin, end, by_pass))
                 steps.append(functools.partial(chunk_step, lane, begin, end, scale))
-        return chunks, lambda number, tensors: steps[number](tensors)
+        return chunks, steps
 
     def _parts(self, lane: Lane, run: Run, begin: int, end: int, by_pass: bool) -> list[Part]:
         master, grads = lane.master, lane.grads
@@ -275,15 +267,13 @@ class Streaming:
         """Everything of a step is queued. Its updates are done where forward waits for the last: what it computes from
         there on, the loss above all, needs the windows' memory more than they do."""
         last, self._last = self._last, None
-        if last is not None and not (self.engine.plan.release or self.engine.plan.delay):
-            last.then = self._leave
-            if last._held:
-                self._leave()
+        if last is not None and not self.engine.plan.delay:
+            last.when_held(self._leave)
         if self.auto is not None:
             self.auto.after_step()
 
     def begin_backward(self) -> None:
-        """The same where updates of backward, or units that forward did not come to, left them."""
+        """The same where forward did not come to the last of them."""
         if not self.engine.plan.delay:
             self._leave()
 

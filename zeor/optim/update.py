@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from torch import Tensor
 
 from zeor.memory.lines import Mark
 
 
+class Done(NamedTuple):
+    """Everything of an update is queued. `updated`: compute is new. `spilled`: nothing is on its way between device and
+    host. `writes`: to files."""
+
+    updated: Mark
+    spilled: Mark
+    writes: Sequence[Future[None]] = ()
+
+    def future(self) -> Future[Done]:
+        made: Future[Done] = Future()
+        made.set_result(self)
+        return made
+
+
 class Update:
-    """A lane's update under way. `hold`: the computation waits for it. `wait`: the host does.
+    """`hold`: the computation waits for it. `wait`: the host does. What has failed fails for everybody who asks.
 
     Note [Gradients until they are used]
     An update reads gradients beside the computation, which is done with them. Their memory must not be given to others
@@ -21,27 +36,40 @@ class Update:
     there.
     """
 
-    def __init__(
-        self, job: Future | None, updated: Mark, spilled: Mark, compute_away: bool, keeps: Sequence[Tensor] = ()
-    ):
-        self._job, self.updated, self.spilled = job, updated, spilled
-        self._compute_away, self._held, self._keeps = compute_away, False, keeps
-        self.then: Callable[[], None] | None = None  # called once it is held
+    def __init__(self, queued: Future[Done], compute_away: bool, keeps: Sequence[Tensor]):
+        self._queued, self._compute_away, self._keeps = queued, compute_away, keeps
+        self._then: Callable[[], None] | None = None
+        self._held = False
+
+    @property
+    def spilled(self) -> Mark:
+        return self._queued.result().spilled
 
     def hold(self) -> None:
         if not self._held:
-            self._finish_job()
-            (self.spilled if self._compute_away else self.updated).hold()
+            done = self._queued.result()
+            if self._compute_away:
+                self.written()
+                done.spilled.hold()
+            else:
+                done.updated.hold()
             self._held, self._keeps = True, ()
-            if self.then is not None:
-                self.then()
+            if self._then is not None:
+                self._then()
+
+    def written(self) -> None:
+        """The host waits until files have everything."""
+        for write in self._queued.result().writes:
+            write.result()
 
     def wait(self) -> None:
-        self._finish_job()
         self.spilled.wait()
+        self.written()
         self.hold()
 
-    def _finish_job(self) -> None:
-        if self._job is not None:
-            self.updated, self.spilled = self._job.result()
-            self._job = None  # not before: what has failed half-way must fail for everybody who asks
+    def when_held(self, then: Callable[[], None]) -> None:
+        """At once where it is."""
+        if self._held:
+            then()
+        else:
+            self._then = then

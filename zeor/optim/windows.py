@@ -11,8 +11,9 @@ Knows lines and files; knows nothing of optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.memory.rest import Rest
+from zeor.optim.update import Done
 
 WINDOWS = 3
 _ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache
@@ -61,8 +63,32 @@ class _Window:
             write.result()
 
 
+class Work:
+    """A lane's chunks, which is at least one. `before` is called first of all; `update(tensors by name)` for each chunk
+    in turn."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[Part]],
+        updates: Sequence[Callable[[dict[str, Tensor]], None]],
+        before: Callable[[], None],
+    ):
+        self.left, self._updates, self.before = deque(chunks), updates, before
+        self.count, self.passed, self.is_new = len(chunks), 0, True
+        self.writes: list[Future[None]] = []
+        self.done: Future[Done] = Future()
+
+    def update(self, tensors: dict[str, Tensor]) -> None:
+        self._updates[self.passed](tensors)
+
+    def fail(self, error: BaseException) -> None:
+        self.left.clear()
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
 class Windows:
-    """Runs chunks through: `run(chunks, update)`. One thread at a time."""
+    """Runs chunks of lanes through. One thread at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -75,23 +101,51 @@ class Windows:
         """On the device."""
         return sum(0 if window.device is None else window.device.numel() for window in self._windows)
 
-    def run(self, chunks: Sequence[Sequence[Part]], update: Callable[[int, dict[str, Tensor]], None]) -> None:
-        """For each chunk: bring what is away, `update(number, tensors by name)`, take it back. Files are read ahead
-        and written behind; where there are none the host waits for nothing."""
-        ahead = 0
-        self._make_room(chunks)
-        for number in range(len(chunks)):
-            while ahead < min(number + WINDOWS - 1, len(chunks)):
-                self._read(self._windows[(self._next + ahead) % WINDOWS], chunks[ahead])
-                ahead += 1
-            window = self._windows[(self._next + number) % WINDOWS]
-            self._fetch(window, chunks[number])
-            with self.updates():
-                update(number, window.parts)
-                updated = self.updates.mark()
-            updated.hold(self.spills)  # update -> copies back
-            self._spill(window, chunks[number])
-        self._next = (self._next + len(chunks)) % WINDOWS
+    def run(self, works: deque[Work]) -> None:
+        """Until nothing is left of them, what comes meanwhile included; errors go to who waits for the lane. Files are
+        read ahead, of the next lane too, and written behind; where there are none the host waits for nothing."""
+        coming: deque[tuple[Work, Sequence[Part], _Window]] = deque()
+        while works or coming:
+            while works and len(coming) < WINDOWS - 1:
+                work = works[0]
+                try:
+                    coming.append((work, *self._enter(work)))
+                except BaseException as error:
+                    work.fail(error)
+                if not work.left:
+                    works.popleft()
+            if coming:
+                work, chunk, window = coming.popleft()
+                try:
+                    self._pass(work, chunk, window)
+                except BaseException as error:
+                    work.fail(error)
+
+    def _enter(self, work: Work) -> tuple[Sequence[Part], _Window]:
+        """The next chunk of a lane gets a window, into which its files are read."""
+        if work.is_new:
+            work.before()
+            self._make_room(work.left)
+            work.is_new = False
+        chunk = work.left.popleft()
+        window = self._windows[self._next]
+        self._next = (self._next + 1) % WINDOWS
+        self._read(window, chunk)
+        return chunk, window
+
+    def _pass(self, work: Work, chunk: Sequence[Part], window: _Window) -> None:
+        self._fetch(window, chunk)
+        if work.done.done():
+            return  # an earlier chunk has failed
+        with self.updates():
+            work.update(window.parts)
+            updated = self.updates.mark()
+        updated.hold(self.spills)  # update -> copies back
+        self._spill(window, chunk)
+        work.writes += window.writes
+        work.passed += 1
+        if work.passed == work.count:
+            work.done.set_result(Done(updated, self.spills.mark(), work.writes))
 
     def leave(self) -> None:
         """Give the device's memory back: the computation goes on when it is empty, and may have it then."""
@@ -99,11 +153,6 @@ class Windows:
             self.spills.mark().hold()  # the last copies out of the windows -> whoever gets their memory
             for window in self._windows:
                 window.device, window.parts, window.outgrown = None, {}, []
-
-    def finish(self) -> None:
-        """Everything written is in its file."""
-        for window in self._windows:
-            window.finish_writes()
 
     # ---- one window
 
@@ -132,7 +181,7 @@ class Windows:
         on_host = self._device.type == "cpu"
         return [part for part in chunk if part.rest.away and not (on_host and part.rest.file is not None)]
 
-    def _make_room(self, chunks: Sequence[Sequence[Part]]) -> None:
+    def _make_room(self, chunks: Iterable[Sequence[Part]]) -> None:
         """Every window takes the largest of all chunks so far at once: the host waits for nothing here."""
         device_nbytes = max((sum(part.nbytes for part in self._copied(chunk)) for chunk in chunks), default=0)
         host_nbytes = max((sum(part.nbytes for part in self._staged(chunk)) for chunk in chunks), default=0)
@@ -150,6 +199,7 @@ class Windows:
 
     def _fetch(self, window: _Window, chunk: Sequence[Part]) -> None:
         reads, window.reads = window.reads, []
+        wait(reads)  # all of them, also where one has failed: the next chunk is read to the same place
         for read in reads:
             read.result()
         window.empty.hold(self.fetches)  # copies out of the window -> copies into it

@@ -91,10 +91,10 @@ def resting_nbytes(model: Model) -> int:
 
 def forward_nbytes(model: Model, window: int) -> int:
     """Activations; gradients that updates of units forward has not come to yet still read, see Note [Gradients until
-    they are used] in optim/update.py; and windows, until it comes to the last of them or, with release, to backward."""
+    they are used] in optim/update.py; and windows, until it comes to the last of them."""
     plan, column = model.setting.plan, model.setting.column
-    if plan.release:
-        return window + model.trace.peaks[0]
+    if plan.release:  # what backward updated last forward comes to first
+        return window
     kept: dict[int, int] = Counter()
     for lane in (lane for lane in model.flat if lane.streamed):
         here = lane.tiers.grads == "device" and not column.grad_buffer and not plan.delay
