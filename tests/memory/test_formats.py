@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeor.memory import formats
-from zeor.memory.formats import BF16_NAN_BITS, cast_into, join_into, split_into
+from zeor.memory.formats import BF16_NAN_BITS, cast_and_spoil, cast_into, join_into, split_into
 
 
 def cast_bits(master_bits: np.ndarray) -> np.ndarray:
@@ -18,6 +18,14 @@ def cast_bits(master_bits: np.ndarray) -> np.ndarray:
     compute = torch.full(master.shape, 7.0, dtype=torch.bfloat16)
     cast_into(compute, master)
     assert np.array_equal(master.view(torch.int32).numpy(), master_bits.view(np.int32)), "master was written"
+    return compute.view(torch.int16).numpy().view(np.uint16)
+
+
+def spoiling_bits(master_bits: np.ndarray) -> np.ndarray:
+    """The same by cast_and_spoil."""
+    master = torch.from_numpy(master_bits.view(np.int32).copy()).view(torch.float32)
+    compute = torch.full(master.shape, 7.0, dtype=torch.bfloat16)
+    cast_and_spoil(compute, master)
     return compute.view(torch.int16).numpy().view(np.uint16)
 
 
@@ -51,6 +59,7 @@ def check(master_bits: np.ndarray) -> None:
     """The cast, the split (whose remainder is a plain difference in 64 bits) and the way back."""
     expected = expected_bits(master_bits)
     assert np.array_equal(cast_bits(master_bits), expected)
+    assert np.array_equal(spoiling_bits(master_bits), expected)
     compute, remainder = split_bits(master_bits)
     assert np.array_equal(compute, expected)
     finite = (master_bits & 0x7FFFFFFF) < 0x7F800000

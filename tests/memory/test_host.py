@@ -228,7 +228,7 @@ MEMINFO = {"proc/meminfo": "MemTotal:  64 kB\nMemFree:  8 kB\nMemAvailable:  40 
         ({**MEMINFO, "cgroup/memory.max": "9000\n", "cgroup/memory.current": "5000\n"}, 4000),
         (
             {**MEMINFO, "cgroup/memory.max": "9000", "cgroup/memory.current": "5000",
-             "cgroup/memory.stat": "anon 3\ninactive_file 700\nactive_file 9\n"}, 4700,
+             "cgroup/memory.stat": "anon 3\ninactive_file 700\nactive_file 9\n"}, 4709,
         ),
         ({**MEMINFO, "cgroup/memory.max": "9000", "cgroup/memory.current": "9500"}, 0),
         (

@@ -120,6 +120,44 @@ def test_what_turns_out_not_to_fit_goes_to_the_host(monkeypatch):
     assert same(values, train()[0])
 
 
+def test_what_leaves_the_device_does_so_before_the_rest_is_tried(monkeypatch):
+    """Else remainders on their way to the host would count against what stays."""
+    params = sum(p.numel() for p in model().parameters())
+    seen = []
+
+    class Memory(automatic.DeviceMemory):
+        def total_nbytes(self):
+            return 10 * params
+
+        def room_for(self, sizes):
+            auto = engines[0]
+            seen.extend(lane.master.remainder.tier for lane in auto._lanes)
+            return [True for _ in sizes]
+
+    engines = []
+    decide = automatic.Auto._decide
+    monkeypatch.setattr(automatic.Auto, "_decide", lambda self: (engines.append(self), decide(self))[1])
+    monkeypatch.setattr(automatic, "DeviceMemory", Memory)
+    values, tiers = train(zeor.Offload(auto=True, chunk=CHUNK))
+    assert seen == tiers and set(tiers) == {"device", "host"}
+    assert same(values, train()[0])
+
+
+def test_what_fits_nowhere_after_all_is_said(monkeypatch):
+    params = sum(p.numel() for p in model().parameters())
+
+    class Memory(automatic.DeviceMemory):
+        def total_nbytes(self):
+            return 40 * params
+
+        def room_for(self, sizes):
+            return [False for _ in sizes]
+
+    monkeypatch.setattr(automatic, "DeviceMemory", Memory)
+    with pytest.raises(ValueError, match="state that should have fitted there, and the host and the disk are full"):
+        train(zeor.Offload(auto=True, host_budget=5 * params, chunk=CHUNK))
+
+
 @pytest.mark.parametrize("what", ["peak", "failure"])
 def test_lanes_move_once_where_more_is_used_than_was_expected(what, monkeypatch):
     """The device's memory is a stand-in: on this host nobody knows what is used."""

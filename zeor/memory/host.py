@@ -212,14 +212,15 @@ def _free_of_system() -> int | None:
 def _free_of_groups() -> Iterator[int]:
     """What each control group around this process leaves it: its own, and those above, each with a limit of its own."""
     for folder in _group_folders():
-        for limit, used, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit, used, kept in (
+            ("memory.max", "memory.current", ("inactive_file", "active_file")),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
         ):
             with contextlib.suppress(OSError, ValueError):  # not there, or "max": no limit
                 limit_nbytes = int((folder / limit).read_text())
                 left_nbytes = limit_nbytes - int((folder / used).read_text())
-                yield max(0, left_nbytes + min(_stat(folder, cached), limit_nbytes))
+                cached_nbytes = sum(_stat(folder, name) for name in kept)
+                yield max(0, left_nbytes + min(cached_nbytes, limit_nbytes))
 
 
 def _stat(folder: Path, name: str) -> int:

@@ -142,7 +142,11 @@ class Auto:
             used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
             room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
             room = room._replace(host=room.host + sum(_rested_nbytes(lane) for lane in lanes))
-            tiers = self._tried(lanes, self._chosen(lanes, room))
+            tiers = self._chosen(lanes, room)
+            for lane, tier in zip(lanes, tiers):
+                if tier != "device":  # first: what leaves makes room for what stays
+                    self._place(lane, tier)
+            tiers = self._tried(lanes, tiers, room)
         for lane, tier in zip(lanes, tiers):
             self._place(lane, tier)
         self._memory.give_back()
@@ -152,14 +156,30 @@ class Auto:
     def _chosen(self, lanes: list[Lane], room: Room) -> list[str]:
         return choose([self._need(lane) for lane in lanes], room, spread=self._engine.plan.release)
 
-    def _tried(self, lanes: list[Lane], tiers: list[str]) -> list[str]:
-        """What turns out not to fit on the device goes to the host: its memory may be in pieces, or others' by now."""
+    def _tried(self, lanes: list[Lane], tiers: list[str], room: Room) -> list[str]:
+        """What turns out not to fit on the device goes further: its memory may be in pieces, or others' by now."""
         if self._memory.total_nbytes() is None:
             return tiers
         self._memory.give_back()
         chosen = [lane for lane, tier in zip(lanes, tiers) if tier == "device"]
         fits = dict(zip(chosen, self._memory.room_for([self._need(lane) - _held_nbytes(lane) for lane in chosen])))
-        return ["host" if tier == "device" and not fits[lane] else tier for lane, tier in zip(lanes, tiers)]
+        left = {
+            tier: getattr(room, tier) - sum(self._need(x) for x, t in zip(lanes, tiers) if t == tier)
+            for tier in ("host", "disk")
+        }
+        return [self._further(lane, left) if not fits.get(lane, True) else tier for lane, tier in zip(lanes, tiers)]
+
+    def _further(self, lane: Lane, left: dict[str, int]) -> str:
+        """The next tier that has room for a lane, which is taken; `left`: bytes there."""
+        need = self._need(lane)
+        for tier in left:
+            if need <= left[tier]:
+                left[tier] -= need
+                return tier
+        raise ValueError(
+            f"The device has no room for {size(need)} of state that should have fitted there, and the host and the "
+            "disk are full; let nothing else use the device, or allow more (host_budget=, folder= of zeor.Offload)."
+        )
 
     def _place(self, lane: Lane, tier: str) -> None:
         assert lane.master is not None

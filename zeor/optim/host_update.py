@@ -17,7 +17,7 @@ import contextlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -113,9 +113,8 @@ class _Sent(NamedTuple):
 
 
 class HostUpdate:
-    def __init__(self, device: torch.device, chunk_numel: int, threads: int | None):
-        self._device = device
-        self.chunk_numel = max(CUT_NUMEL, min(chunk_numel, MOST_NUMEL) // CUT_NUMEL * CUT_NUMEL)
+    def __init__(self, device: torch.device, batch_numel: int, threads: int | None):
+        self._device, self.batch_numel = device, batch_numel
         self.threads = threads or default_threads()
         self.widens, self._downs, self.ups = Line(device), Line(device), Line(device)
         self._slots: dict[torch.dtype, deque[_Slot]] = {}
@@ -206,7 +205,7 @@ class HostUpdate:
     def _slot(self, dtype: torch.dtype) -> _Slot:
         """The one that was used longest ago: nothing is in it that is still needed."""
         if dtype not in self._slots:
-            self._slots[dtype] = deque(_Slot(self.chunk_numel, dtype, self._device) for _ in range(AHEAD + 1))
+            self._slots[dtype] = deque(_Slot(self.batch_numel, dtype, self._device) for _ in range(AHEAD + 1))
         slots = self._slots[dtype]
         slots.rotate(-1)
         if slots[-1].make_room():
@@ -242,6 +241,12 @@ class HostUpdate:
                 up = slot.up[end - master.numel() : end]
                 up.copy_(master, non_blocking=True)
                 cast_and_spoil(compute, up)
+
+
+def batch_numel(chunk: int, lanes: Iterable[tuple[int, int]]) -> int:
+    """Elements of the largest batch, where lanes have so many elements and segments, and a chunk at most so many."""
+    largest = max((numel + CUT_NUMEL * segments for numel, segments in lanes), default=0)
+    return max(CUT_NUMEL, min(chunk, MOST_NUMEL, largest) // CUT_NUMEL * CUT_NUMEL)
 
 
 def _packed(numels: Sequence[int]) -> list[int]:

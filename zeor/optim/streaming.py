@@ -26,7 +26,7 @@ from zeor.optim import kernels
 from zeor.optim.auto import Auto
 from zeor.optim.chunk_steps import ChunkSteps, Run
 from zeor.optim.host_batches import batches_of
-from zeor.optim.host_update import HostUpdate, fused_group
+from zeor.optim.host_update import HostUpdate, batch_numel, fused_group
 from zeor.optim.moments import Moments
 from zeor.optim.segments import Segments
 from zeor.optim.update import Done, Update
@@ -49,7 +49,10 @@ class Streaming:
         self._windows = Windows(engine.mesh.device)
         self._host: HostUpdate | None = None
         if plan.offload is not None and plan.offload.update == "host":
-            self._host = HostUpdate(engine.mesh.device, self._chunk_numel, plan.offload.threads)
+            wide = [lane for unit in engine.units for lane in unit.lanes if lane.rest.wide]
+            sizes = [(lane.master.numel, len(lane.segments)) for lane in wide if lane.master is not None]
+            most = batch_numel(self._chunk_numel, sizes)
+            self._host = HostUpdate(engine.mesh.device, most, plan.offload.threads)
         self._pump: ThreadPoolExecutor | None = None
         self._works: deque[Work] = deque()  # for it
         self._in_flight: deque[Update] = deque()
@@ -162,7 +165,7 @@ class Streaming:
         assert host is not None and grads is not None
         scale, fused = self._scale(lane), [fused_group(group) for group in groups]
         runs = self._runs(lane, work)
-        batches = batches_of(lane, runs, self.moments, self._steps, fused, scale, host.chunk_numel)
+        batches = batches_of(lane, runs, self.moments, self._steps, fused, scale, host.batch_numel)
         ready, resting = current_mark(self.engine.mesh.device), grads.resting
         rested = resting.spilled if resting else Mark()
 

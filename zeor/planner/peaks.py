@@ -34,6 +34,7 @@ from zeor.runtime.keys import lane_key
 _MIB = 1 << 20
 # cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.
 WORKSPACE_NBYTES = 2 * 32 * _MIB + 16 * _MIB
+UPDATER_NBYTES = 128 * _MIB  # stacks, and what the allocator keeps for each of the threads of an update on the host
 LIBRARIES_NBYTES = 768 * _MIB  # cuBLAS's and Triton's code, kernels, staging of batches; up to 720 MiB were seen
 
 
@@ -71,7 +72,7 @@ def device_peak(model: Model) -> int:
     stepping = max(stepping, rest + forward_nbytes(model, window))  # updates go on under the next forward
     computing = rest + computing_nbytes(model)
     if windows_stay(model):
-        computing += window
+        computing += window + last_grad_nbytes(model)
     elif model.setting.plan.release:
         computing = max(computing, rest + window + computing_nbytes(model, first_update(model) or 0))
     return max(computing, stepping, setup_nbytes(model))
@@ -210,6 +211,14 @@ def _travelling_nbytes(model: Model) -> int:
     return _receive_nbytes(model) + grads[0] + 2 * max(grads[1:], default=0)
 
 
+def last_grad_nbytes(model: Model) -> int:
+    """The thread that waits for files lets go of the last chunk's gradient only some time after it is used."""
+    if not model.setting.adopts:
+        return 0
+    streams = [lane for lane in model.flat if lane.streamed and "disk" in lane.tiers and lane.tiers.grads == "device"]
+    return max((numel * lane.key.reduce_dtype.itemsize for lane in streams for numel in lane.layout.numels), default=0)
+
+
 def update_nbytes(lanes: Sequence[PlannedLane]) -> int:
     """What the update needs beside what rests and the window: nothing for the one-pass kernel."""
     by_unit: Counter[int] = Counter()
@@ -260,11 +269,12 @@ def host_peak(model: Model) -> int:
     training = model.window().host + shelf_nbytes(model.trace.sent)
     if model.setting.native:
         training += _brought_nbytes(model)
-    # What rests on disk is first written through a map of its file, whose pages count until they are written past it;
-    # so are moments that the optimizer's own step begins.
+    # What rests on disk is first written through a map of its file, whose pages go on to count; so are moments that
+    # the optimizer's own step begins.
     begun = ("compute", "master") if model.setting.native else ("compute", "master", "moments")
     mapped = sum(a.nbytes for a in arrays if a.tier == "disk" and a.role in begun)
-    return resting + max(training, mapped) + (LIBRARIES_NBYTES if model.setting.native else 0)
+    threads = UPDATER_NBYTES if any(lane.wide for lane in model.flat if lane.streamed) else 0
+    return resting + training + mapped + threads + (LIBRARIES_NBYTES if model.setting.native else 0)
 
 
 def _brought_nbytes(model: Model) -> int:

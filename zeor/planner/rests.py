@@ -19,7 +19,7 @@ from zeor.memory import small
 from zeor.memory.master import master_itemsize
 from zeor.memory.rest import Tiers
 from zeor.memory.roles import STAGES, Column, Residency
-from zeor.optim.host_update import AHEAD, MOST_NUMEL
+from zeor.optim.host_update import AHEAD, batch_numel
 from zeor.optim.moments import moment_itemsize
 from zeor.optim.streaming import LARGE_NUMEL
 from zeor.optim.windows import _ALIGNED, WINDOWS
@@ -205,7 +205,8 @@ def window_of(lanes: Sequence[PlannedLane], rank: int) -> Window:
     wide = [lane for lane in away if lane.wide]
     if wide:
         itemsize = max(lane.key.master_dtype.itemsize for lane in wide if lane.key.master_dtype is not None)
-        slot = min(lanes[0].setting.chunk, MOST_NUMEL) * itemsize
+        sizes = [(lane.held(lane.setting.column.update), len(lane.segments(rank))) for lane in wide]
+        slot = batch_numel(lanes[0].setting.chunk, sizes) * itemsize
         slots = (AHEAD + 1) * 2 * slot, (AHEAD + 1) * pinned_nbytes(slot)
         found = Window(found.device + slots[0], found.host + slots[1])
     return found
