@@ -6,6 +6,9 @@
 A model with AdamW whose state (fp32 master and two moments) has the given size. Every way writes the same bytes and
 syncs them, ways interleaved over --rounds; the best of each counts. Reads come from disk where the page cache can be
 dropped (root), else the result says so; `plain` reads into one small buffer, `kept` into new memory for all of it.
+With --memory equal the same bytes went through the page cache before each timed read, and were dropped from it. As it
+is, only the ways that write through it find memory that was just in use, and a virtual machine may have given other free
+memory away.
 `stall` is how long an asynchronous save holds up training, beside a plain copy of the same bytes into memory that is
 pinned already. DeepSpeed is left out where it is not installed; on CPU ranks it wants DS_ACCELERATOR=cpu.
 """
@@ -90,6 +93,18 @@ def drop_caches() -> bool:
         return True
     except OSError:
         return False
+
+
+def through_page_cache(ways: Ways, device: torch.device) -> None:
+    """What was written, read once: the memory that is free afterwards is equally fresh for every way."""
+    barrier(device)
+    files = sorted(path for path in ways.folder.rglob("*") if path.is_file())
+    view = memoryview(ways.host.numpy())
+    for path in files[ways.rank :: dist.get_world_size()]:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(view):
+                pass
+    barrier(device)
 
 
 def timed(do: Callable[[], Any], device: torch.device) -> float:
@@ -223,19 +238,22 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what is measured; plain always is")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", choices=("as-is", "equal"), default="as-is", help="what reads find free")
     parser.add_argument("--no-stall", action="store_true", help="leave out the asynchronous save")
     parser.add_argument("--out", type=Path, help="a JSON file, or the folder it goes to")
     return parser.parse_args()
 
 
-def measure(ways: Ways, names: list[str], rounds: int, device: torch.device) -> dict[str, Any]:
+def measure(ways: Ways, names: list[str], options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every way in turn, again and again."""
     writes: dict[str, list[float]] = {}
     reads: dict[str, list[float]] = {}
     cold = True
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name in names:
             writes.setdefault(name, []).append(timed(getattr(ways, f"write_{name}"), device))
+            if options.memory == "equal":
+                through_page_cache(ways, device)
             cold = drop_caches() and cold
             reads.setdefault(name, []).append(timed(getattr(ways, f"read_{name}"), device))
             if name == "plain":
@@ -272,7 +290,8 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": _command(world),
         "world": world, "device": str(device), "torch": torch.__version__, "bytes": ways.nbytes * world,
-        **measure(ways, names, options.rounds, device),
+        "memory": options.memory,
+        **measure(ways, names, options, device),
     }  # fmt: skip
     for kind in ("write", "read") if "zeor" in names else ():
         result[f"{kind}_of_plain"] = result[f"{kind}_GBps"]["zeor"] / result[f"{kind}_GBps"]["plain"]

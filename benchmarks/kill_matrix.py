@@ -1,6 +1,6 @@
 """The kill matrix: two ranks, one of them killed again and again around saves, restarted and checked.
 
-    python -m benchmarks.kill_matrix [--mode shared|async|hosts|url] [--kills N] [--seed N]   from the repository's root
+    python -m benchmarks.kill_matrix [--mode shared|async|hosts|url|direct] [--kills N]   from the repository's root
 
 What happens in a life, and what counts as wrong, is in tests/checkpoint/killing.py. Writes into
 benchmarks/results/kill_matrix.json, by mode: how many died where, and what was wrong, which must be nothing.

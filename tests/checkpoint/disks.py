@@ -32,6 +32,7 @@ class FaultyDisk(Disk):
     ) -> None:
         self.at, self.act, self.after, self.lasting = at, act, after, lasting
         self.calls: list[str] = []
+        self._direct: set[int] = set()  # files that are open for direct writes
         self._lock = threading.Lock()
 
     def do(self, kind: str, do: Callable[[], Any]) -> Any:
@@ -52,16 +53,26 @@ class FaultyDisk(Disk):
     def create(self, path: Path) -> int:
         return self.do("create", lambda: super(FaultyDisk, self).create(path))
 
+    def open_direct(self, path: Path) -> int:
+        fd = self.do("open_direct", lambda: super(FaultyDisk, self).open_direct(path))
+        self._direct.add(fd)
+        return fd
+
+    def reserve(self, fd: int, nbytes: int) -> None:
+        self.do("reserve", lambda: super(FaultyDisk, self).reserve(fd, nbytes))
+
     def write(self, fd: int, parts: Sequence[memoryview | bytes], position: int) -> None:
-        whole = b"".join(parts)
-        half = len(whole) // 2
-        self.do("write", lambda: super(FaultyDisk, self).write(fd, [whole[:half]], position))
+        # One part stays where it lies, for a direct write is of whole pages; so are the halves of a block.
+        whole = memoryview(parts[0]) if len(parts) == 1 else memoryview(b"".join(parts))
+        half, kind = len(whole) // 2, "write_direct" if fd in self._direct else "write"
+        self.do(kind, lambda: super(FaultyDisk, self).write(fd, [whole[:half]], position))
         super().write(fd, [whole[half:]], position + half)
 
     def sync(self, fd: int) -> None:
         self.do("sync", lambda: super(FaultyDisk, self).sync(fd))
 
     def close(self, fd: int) -> None:
+        self._direct.discard(fd)
         self.do("close", lambda: super(FaultyDisk, self).close(fd))
 
     def sync_folder(self, path: Path) -> None:

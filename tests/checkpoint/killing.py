@@ -8,7 +8,8 @@ call to the disk of a save, before or after it (every one of them comes first, t
 moment. The other must end by itself. After each death every visible checkpoint is verified in full.
 
 MODE is where and how they save: `shared`, a folder of both; `async`, the same while training goes on; `hosts`, a folder
-each, as if on two hosts; `url`, a filesystem of fsspec that knows no rename.
+each, as if on two hosts; `url`, a filesystem of fsspec that knows no rename; `direct`, a shared folder and a model so
+large that the blocks of its files are written past the page cache.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeor
 from tests.checkpoint import kept
 from tests.checkpoint.disks import FaultyDisk, die
-from tests.loops import net, own_loss
+from tests.loops import FEATURES, net, own_loss
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.health import Description, describe, verify
@@ -48,7 +50,8 @@ from zeor.checkpoint.urls import Place, place_of
 from zeor.comm import stuck
 from zeor.runtime.sharded import state_of
 
-MODES = ("shared", "async", "hosts", "url")
+MODES = ("shared", "async", "hosts", "url", "direct")
+WIDTH = 1500  # of the large model: three whole blocks per rank, and a rest
 WORLD, KEEP = 2, 2
 SAVES = 4  # of a life
 LAST_STEP = 40  # a run that came so far begins anew, in another folder
@@ -100,7 +103,7 @@ def rank_main(rank: int, where: Where, store: str, kill: Kill | None, steps: int
     stuck.GRACE_SECONDS = 0.1  # how long a rank looks for what a dead one has to say
     limit = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=limit)
-    model = net(torch.float32)
+    model = model_of(where.mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = zeor.shard(model, optimizer, stage=2, timeout=TIMEOUT)
     folder = _enter(where, rank)
@@ -113,7 +116,10 @@ def rank_main(rank: int, where: Where, store: str, kill: Kill | None, steps: int
         optimizer.zero_grad()
         _tell(conn, before)
         fatal = kill is not None and kill.rank == rank and kill.call is not None and number == kill.save
-        disk = FaultyDisk(kill.call, die, after=kill.after) if fatal and kill is not None else FaultyDisk()
+        disk = FaultyDisk()
+        if fatal and kill is not None:
+            disk = FaultyDisk(kill.call, after=kill.after)
+            disk.act = functools.partial(_die, conn, disk)
         saving.write = functools.partial(_plain_write, disk=disk)
         kept.disk = disk
         digest = digest_of(model) if kill is None else ""
@@ -128,13 +134,27 @@ def rank_main(rank: int, where: Where, store: str, kill: Kill | None, steps: int
 _plain_write = saving.write
 
 
+def model_of(mode: str) -> nn.Module:
+    small = net(torch.float32)
+    if mode != "direct":
+        return small
+    large = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, FEATURES))
+    return nn.Sequential(large, small)
+
+
+def _die(conn: Connection, disk: FaultyDisk) -> None:
+    assert disk.at is not None
+    conn.send(("dies", 0, disk.calls[disk.at], 0.0))
+    die()
+
+
 def _tell(conn: Connection, save: tuple[Any, int, str, FaultyDisk] | None) -> None:
     """That a save has ended, and how many calls it took."""
     if save is not None:
         handle, step, digest, disk = save
         if hasattr(handle, "wait"):
             handle.wait()
-        conn.send(("saved", step, digest, time.monotonic(), len(disk.calls)))
+        conn.send(("saved", step, digest, time.monotonic(), len(disk.calls), disk.calls.count("write_direct")))
 
 
 def _enter(where: Where, rank: int) -> Place:
@@ -246,7 +266,7 @@ def kills(random_source: random.Random, calls: list[int], life_seconds: float) -
 
 def import_everything(where: Where) -> None:
     """What is imported on the way of a save is there for all that is forked from here. And no thread is left."""
-    model = net(torch.float32)
+    model: Any = model_of(where.mode)
     model, optimizer = zeor.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
     own_loss(model, 0, torch.float32).backward()
     optimizer.step()
@@ -275,7 +295,8 @@ def main(root: Path, count: int, seed: int, mode: str = "shared") -> dict[str, A
     report: dict[str, Any] = {
         "mode": mode, "kills": 0, "at_a_call": 0, "at_a_moment": 0, "by_rank": [0, 0], "calls_by_rank": calls,
         "wrong_loads": 0, "unloadable": 0, "lost": 0, "hung": 0, "peer_raised": 0, "peer_told": 0, "peer_named": 0,
-        "peer_ended": 0, "lives": 0, "seed": seed, "problems": [],
+        "peer_ended": 0, "lives": 0, "seed": seed, "problems": [], "by_call": {},
+        "direct_writes": min(each[5] for each in told if each[0] == "saved"),  # of one save of a rank
     }  # fmt: skip
     moments = kills(random.Random(seed), calls, SAVES * save_seconds)
     number, where = 0, Where(mode, root / "run-0")
@@ -303,6 +324,8 @@ def judge(
     report["kills"] += killed
     report["by_rank"][kill.rank] += killed
     report["at_a_moment" if kill.call is None else "at_a_call"] += killed
+    for kind in (each[2] for each in told if each[0] == "dies"):
+        report["by_call"][kind] = report["by_call"].get(kind, 0) + 1
     peer = life.exits[1 - kill.rank]
     report["peer_raised"] += peer == RAISED
     report["peer_ended"] += peer == ENDED

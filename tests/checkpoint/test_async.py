@@ -177,7 +177,7 @@ def test_short_memory_makes_it_a_save_at_once_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer, _ = make(1)
-    monkeypatch.setattr(room, "free_nbytes", lambda: 100)
+    monkeypatch.setattr(room, "free_host_nbytes", lambda: 100)
     with caplog.at_level(logging.WARNING, "zeor"):
         saving = save(tmp_path, model, optimizer, step=1, asynchronous=True)
     assert saving.done and saving.wait() == tmp_path / "step-000000000001"
@@ -189,7 +189,7 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     everyone = [room.Asked("a", 40, 100), room.Asked("a", 40, 90), room.Asked("b", 40, 100), room.Asked("c", 9, None)]
     assert room.short_of(everyone, 0.8) == {"a": (80, 90)}
     assert room.short_of(everyone, 0.9) == {}
-    free = room.free_nbytes()
+    free = room.free_host_nbytes()
     assert free is None or 0 < free < 1 << 50
 
 

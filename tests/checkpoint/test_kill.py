@@ -1,8 +1,8 @@
 """A rank killed at any moment leaves a checkpoint that loads, bit for bit what the uninterrupted run had at its step.
 
 A seeded sample: in a shared folder every call to the disk of a save on both ranks, before and after it, and random
-moments; fewer of them in the background, with a folder per host, and at a URL. ZEOR_KILLS=240 makes more of them;
-benchmarks/kill_matrix.py writes their result down.
+moments; fewer of them in the background, with a folder per host, at a URL, and with direct writes. ZEOR_KILLS=240 makes
+more of them; benchmarks/kill_matrix.py writes their result down.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-COUNTS = {"shared": 52, "async": 10, "hosts": 12, "url": 12}
+COUNTS = {"shared": 52, "async": 10, "hosts": 12, "url": 12, "direct": 12}
 
 
 def killed(tmp_path: Path, count: int, mode: str) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values(tmp_path
     wrong = {key: report[key] for key in ("unloadable", "wrong_loads", "lost", "hung")}
     assert wrong == {"unloadable": 0, "wrong_loads": 0, "lost": 0, "hung": 0}
     assert report["kills"] == count
+    assert (report["direct_writes"] > 0) == (mode == "direct")
     calls = sum(report["calls_by_rank"])
     assert report["at_a_call"] >= min(count, 2 * calls) and min(report["by_rank"]) > 0
     assert report["peer_raised"] + report["peer_ended"] == report["lives"]

@@ -54,7 +54,7 @@ def test_batches_hold_every_element_once_and_fit_their_slot(numels: list[int], m
 
 
 def lane_of(count: int, length: int, fails: int | None = None) -> tuple[torch.Tensor, torch.Tensor, list[Batch]]:
-    """Master, compute and batches of a lane whose step takes a tenth of the gradient off; the gradients are 1, 2, ..."""
+    """Master, compute and batches of a lane whose step takes off a tenth of the gradient; gradients are 1, 2, ..."""
     master, compute = torch.zeros(count * length), torch.zeros(count * length, dtype=torch.bfloat16)
     grads = torch.arange(1, count * length + 1, dtype=torch.float32)
 

@@ -190,7 +190,7 @@ def _after(parts: list[Bytes], nbytes: int) -> list[Bytes]:
 class _LocalFile:
     """Read past the page cache where that works, unless it has the bytes already."""
 
-    threads = int(os.environ.get("ZT", "8"))  # most of them wait for the disk
+    threads = 8  # most of them wait for the disk
 
     def __init__(self, path: Path, info: FileInfo, alone: bool):
         self._fd, self._direct, self._is_direct = -1, -1, False

@@ -5,19 +5,17 @@ Ranks of a host share it: `is_short` tells whether together they ask for more th
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
+from zeor.memory.host import free_host_nbytes
 
-_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 class Asked(NamedTuple):
@@ -29,21 +27,7 @@ class Asked(NamedTuple):
 
 
 def asked(nbytes: int) -> Asked:
-    return Asked(socket.gethostname(), nbytes, free_nbytes())
-
-
-def free_nbytes() -> int | None:
-    """What the system says can be allocated without swapping, a container's limit included."""
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit = int((_CGROUP / "memory.max").read_text())  # "max" where there is none: ValueError
-        used = int((_CGROUP / "memory.current").read_text())
-        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        found.append(max(0, limit - used + int(fields["inactive_file"])))  # cached files make way
-    return min(found, default=None)
+    return Asked(socket.gethostname(), nbytes, free_host_nbytes())
 
 
 def device_free_nbytes(device: torch.device) -> int:
