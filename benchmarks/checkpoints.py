@@ -7,8 +7,8 @@ A model with AdamW whose state (fp32 master and two moments) has the given size.
 syncs them, ways interleaved over --rounds; the best of each counts. Reads come from disk where the page cache can be
 dropped (root), else the result says so; `plain` reads into one small buffer, `kept` into new memory for all of it.
 With --memory equal the same bytes went through the page cache before each timed read, and were dropped from it. As it
-is, only the ways that write through it find memory that was just in use, and a virtual machine may have given other free
-memory away.
+is, only the ways that write through it find memory that was just in use, and a virtual machine may have given away what
+else was free.
 `stall` is how long an asynchronous save holds up training, beside a plain copy of the same bytes into memory that is
 pinned already. DeepSpeed is left out where it is not installed; on CPU ranks it wants DS_ACCELERATOR=cpu.
 """

@@ -17,7 +17,6 @@ from zeor.comm.mesh import Mesh
 from zeor.memory.host import free_host_nbytes
 
 
-
 class Asked(NamedTuple):
     """What one rank wants of its host, and what it sees there; `free_nbytes` None: nothing is known."""
 
