@@ -76,6 +76,7 @@ def test_lanes_follow_one_another_and_an_error_is_its_lane_s_alone() -> None:
     host = HostUpdate(CPU, 64, threads=1)
     before = torch.get_num_threads(), sys.getswitchinterval()
     ready: list[int] = []
+    host.reserve(torch.float32)
     lanes = [lane_of(5, 64, fails=2 if number == 1 else None) for number in range(3)]
     found = [host.start(batches, lambda n=number: ready.append(n)) for number, (*_, batches) in enumerate(lanes)]
     with pytest.raises(ArithmeticError, match="no step today"):
@@ -93,6 +94,17 @@ def test_lanes_follow_one_another_and_an_error_is_its_lane_s_alone() -> None:
     assert host.nbytes == 0
     host.close()
     assert (torch.get_num_threads(), sys.getswitchinterval()) == before
+
+
+def test_an_end_in_mid_way_leaves_nobody_waiting() -> None:
+    """As when the interpreter ends: copies can no more be queued."""
+    host = HostUpdate(CPU, 64, threads=1)
+    host.reserve(torch.float32)
+    host._mover.shutdown(wait=True)
+    found = [host.start(lane_of(3, 64)[2], lambda: None) for _ in range(3)]
+    for future in found:
+        with pytest.raises(RuntimeError, match="cannot schedule new futures"):
+            future.result(timeout=30)
 
 
 def test_nothing_to_do_is_done() -> None:

@@ -70,7 +70,7 @@ class Line:
 
 class Leaving:
     """Memory that the computation is done with and a line still reads: kept until the computation waits for that, so
-    that what is allocated afterwards may lie there. See Note [Gradients until they are used] in optim/streaming.py."""
+    that what is allocated afterwards may lie there. See Note [Gradients until they are used] in optim/update.py."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[Mark, Sequence[Tensor]]] = deque()
@@ -82,6 +82,11 @@ class Leaving:
         """All but so many of the last."""
         while len(self._held) > but:
             self._held.popleft()[0].hold()
+
+
+def current_stream_id(device: torch.device) -> int:
+    """Which stream this thread's computation goes to."""
+    return 0 if device.type == "cpu" else int(torch.accelerator.current_stream(device).stream_id)
 
 
 def current_mark(device: torch.device) -> Mark:

@@ -108,10 +108,11 @@ class ChunkSteps:
 
     # ---- the optimizer's own step
 
-    def begun(self, run: Run) -> Begun:
-        """What a stock step of one segment begins with, whichever part of it is updated first."""
+    def begun(self, run: Run, host: bool = False) -> Begun:
+        """What a stock step of one segment begins with, whichever part of it comes first. `host`: it runs there."""
         (segment,) = run.segments
         attributes = {key: value for key, value in vars(self._optimizer).items() if key not in _OWN}
+        attributes = on_host(attributes) if host else attributes
         return Begun(run, dict(self._optimizer.state.get(segment, {})), list(self._moments.names(segment)), attributes)
 
     def stock_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
@@ -210,6 +211,11 @@ class ChunkSteps:
         codes.copy_(made)
         if scales is not None and made_scales is not None:
             scales.copy_(made_scales)
+
+
+def on_host(values: dict[str, Any]) -> dict[str, Any]:
+    """With tensors of a device (a learning rate, a gradient scaler's) there: read now, and not when a step looks."""
+    return {k: v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for k, v in values.items()}
 
 
 _OWN = (*REPLACED, "state", "param_groups")

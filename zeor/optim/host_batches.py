@@ -52,7 +52,7 @@ def batches_of(
         published = [(own[begin:end], compute[begin:end]) for begin, end in _joined(cuts)]
         return Batch(parts, published, scale, step)
 
-    return [batch_of(cuts) for cuts in _cut([steps.begun(run) for run in runs], most)]
+    return [batch_of(cuts) for cuts in _cut([steps.begun(run, host=True) for run in runs], most)]
 
 
 def _cut(begun: Sequence[Begun], most: int) -> Iterator[list[_Cut]]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zeor.memory.formats import cast_and_spoil
-from zeor.memory.lines import Line, Mark, current_mark
+from zeor.memory.lines import Line, Mark
 from zeor.memory.rest import Rest
 from zeor.optim.update import Done
 
@@ -76,12 +76,9 @@ class _Slot:
         self.down = self.up = self.grad[:0]
         self.arrived = Mark()
 
-    def make_room(self) -> bool:
-        """Whether it took memory of the device."""
-        if self.down.numel():
-            return False
-        self.down, self.up = (torch.empty(self._numel, dtype=self._dtype, device=self._device) for _ in range(2))
-        return True
+    def make_room(self) -> None:
+        if not self.down.numel():
+            self.down, self.up = (torch.empty(self._numel, dtype=self._dtype, device=self._device) for _ in range(2))
 
     def leave(self) -> None:
         self.down = self.up = self.grad[:0]
@@ -128,6 +125,13 @@ class HostUpdate:
         """On the device."""
         return sum(slot.down.nbytes + slot.up.nbytes for slots in self._slots.values() for slot in slots)
 
+    def reserve(self, dtype: torch.dtype) -> None:
+        """Memory for updates in this dtype, before `start`: where there is none, the caller is told."""
+        if dtype not in self._slots:
+            self._slots[dtype] = deque(_Slot(self.batch_numel, dtype, self._device) for _ in range(AHEAD + 1))
+        for slot in self._slots[dtype]:
+            slot.make_room()
+
     def start(self, batches: Sequence[Batch], ready: Callable[[], None]) -> Future[Done]:
         """Queue a lane. `ready` is called before anything of it is touched, and waits until it may be."""
         lane = _Lane(batches, ready)
@@ -143,7 +147,8 @@ class HostUpdate:
         """Give the device's memory back, unless it is being used."""
         if self._latest is None or not self._latest.done():
             return
-        self.ups.mark().hold()  # the last casts -> whoever gets this memory
+        for line in (self.widens, self._downs, self.ups):
+            line.mark().hold()  # the last use of it, of lanes that have failed too -> whoever gets this memory
         for slot in (slot for slots in self._slots.values() for slot in slots):
             slot.leave()
 
@@ -155,9 +160,11 @@ class HostUpdate:
 
     def _work(self) -> None:
         """Lanes until none is left, those that come meanwhile included."""
-        if self._lanes:
-            with torch.no_grad(), use_threads(self.threads):
-                sent: deque[_Sent] = deque()
+        if not self._lanes:
+            return
+        sent: deque[_Sent] = deque()
+        try:
+            with self._here(), use_threads(self.threads):
                 while self._lanes or sent:
                     self._send_ahead(sent)
                     each = sent.popleft()
@@ -165,6 +172,10 @@ class HostUpdate:
                         self._update(each)
                     except BaseException as error:
                         each.lane.fail(error)
+        except BaseException as error:  # while the interpreter ends, say: nobody may wait for ever
+            for lane in [*(each.lane for each in sent), *self._lanes]:
+                lane.fail(error)
+            self._lanes.clear()
 
     def _send_ahead(self, sent: deque[_Sent]) -> None:
         while self._lanes and len(sent) < AHEAD:
@@ -204,13 +215,8 @@ class HostUpdate:
 
     def _slot(self, dtype: torch.dtype) -> _Slot:
         """The one that was used longest ago: nothing is in it that is still needed."""
-        if dtype not in self._slots:
-            self._slots[dtype] = deque(_Slot(self.batch_numel, dtype, self._device) for _ in range(AHEAD + 1))
         slots = self._slots[dtype]
         slots.rotate(-1)
-        if slots[-1].make_room():
-            for line in (self.widens, self.ups):
-                current_mark(self._device).hold(line)  # whoever had this memory -> what is written there
         return slots[-1]
 
     def _send_down(self, lane: _Lane, batch: Batch) -> _Slot:

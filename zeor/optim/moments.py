@@ -194,7 +194,8 @@ class Moments:
         self._names.clear()
 
     def nbytes(self) -> int:
-        return sum(moment.nbytes() for held in self._of.values() for moment in held.values())
+        # Copies: a first update beside may be making some.
+        return sum(moment.nbytes() for held in list(self._of.values()) for moment in list(held.values()))
 
 
 def is_moment(name: str, value: Any, segment: nn.Parameter) -> bool:

@@ -195,10 +195,13 @@ class Stepper:
             return
         # A unit of both sorts is published once, by its last round.
         last = {member.slot.unit: journey for journey in journeys for member in journey.members}
-        released = self.engine.release.done
+        released, changed = self.engine.release.done, []
         for unit in order:
             if (self._update([unit]) or unit in released or unit in caught) and unit not in last:
-                self.engine.publish(unit)
+                changed.append(unit)
+            if self.streaming is None:  # else publishing one would wait for its update, and the next not be queued
+                self._publish(changed)
+        self._publish(changed)
 
         def done(journey: Journey) -> None:
             for unit in dict.fromkeys(member.slot.unit for member in journey.members):
@@ -207,6 +210,11 @@ class Stepper:
 
         run = rounds.run if self.engine.plan.overlap else rounds.run_one_by_one
         run(journeys, lambda journey: self._call(self._by_group(journey.mine)), done)
+
+    def _publish(self, units: list[Unit]) -> None:
+        for unit in units:
+            self.engine.publish(unit)
+        units.clear()
 
     def _catch_up(self) -> set[Unit]:
         """With delay=1: the units of this optimizer whose last update forward sees from now on."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.optim import kernels
 from zeor.optim.auto import Auto
-from zeor.optim.chunk_steps import ChunkSteps, Run
+from zeor.optim.chunk_steps import ChunkSteps, Run, on_host
 from zeor.optim.host_batches import batches_of
 from zeor.optim.host_update import HostUpdate, batch_numel, fused_group
 from zeor.optim.moments import Moments
@@ -135,13 +135,13 @@ class Streaming:
         if any(rest.file is not None for rest in away) or self._pump is not None:
             self._works.append(work)
             self._submit(functools.partial(windows.run, self._works))
-            return Update(work.done, compute_away, keeps)
+            return Update(work.done, self.engine.mesh.device, compute_away, keeps)
         windows.run(deque([work]))
         if work.done.exception() is not None:  # what is queued goes on, and whoever reads the lane must wait for it
             queued = Done(windows.updates.mark(), windows.spills.mark()).future()
-            lane.master.pending = Update(queued, compute_away, keeps)  # type: ignore[union-attr]
+            lane.master.pending = Update(queued, self.engine.mesh.device, compute_away, keeps)  # type: ignore[union-attr]
             work.done.result()
-        return Update(work.done, compute_away, keeps)
+        return Update(work.done, self.engine.mesh.device, compute_away, keeps)
 
     def _submit(self, job: Callable[[], None]) -> None:
         """To be done by the one thread beside the loop, in order."""
@@ -162,8 +162,9 @@ class Streaming:
     ) -> Update:
         """The stock step over the host's memory: see host_update.py."""
         host, grads = self._host, lane.grads
-        assert host is not None and grads is not None
-        scale, fused = self._scale(lane), [fused_group(group) for group in groups]
+        assert host is not None and grads is not None and lane.master is not None
+        host.reserve(lane.master.dtype)
+        scale, fused = self._scale(lane), [fused_group(on_host(group)) for group in groups]
         runs = self._runs(lane, work)
         batches = batches_of(lane, runs, self.moments, self._steps, fused, scale, host.batch_numel)
         ready, resting = current_mark(self.engine.mesh.device), grads.resting
@@ -176,7 +177,8 @@ class Streaming:
                 ready.hold(line)  # gradients, and the last readers of compute -> the update
             rested.hold(host.widens)  # gradients' copies out, in backward -> their way here
 
-        return Update(host.start(batches, wait), compute_away=False, keeps=self._kept(lane, host.widens))
+        keeps = self._kept(lane, host.widens)
+        return Update(host.start(batches, wait), self.engine.mesh.device, compute_away=False, keeps=keeps)
 
     def _bound(self, update: Update | None) -> None:
         if update is not None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from zeor.memory.lines import Mark
+from zeor.memory.lines import Mark, current_stream_id
 
 
 class Done(NamedTuple):
@@ -36,24 +37,29 @@ class Update:
     there.
     """
 
-    def __init__(self, queued: Future[Done], compute_away: bool, keeps: Sequence[Tensor]):
-        self._queued, self._compute_away, self._keeps = queued, compute_away, keeps
+    def __init__(self, queued: Future[Done], device: torch.device, compute_away: bool, keeps: Sequence[Tensor]):
+        self._queued, self._device, self._compute_away, self._keeps = queued, device, compute_away, keeps
+        self._home = current_stream_id(device)  # what it keeps goes back to who computes here
+        self._held_by: set[int] = set()  # streams
         self._then: Callable[[], None] | None = None
-        self._held = False
 
     @property
     def spilled(self) -> Mark:
         return self._queued.result().spilled
 
     def hold(self) -> None:
-        if not self._held:
-            done = self._queued.result()
-            if self._compute_away:
-                self.written()
-                done.spilled.hold()
-            else:
-                done.updated.hold()
-            self._held, self._keeps = True, ()
+        stream = current_stream_id(self._device)
+        if stream in self._held_by:
+            return
+        done = self._queued.result()
+        if self._compute_away:
+            self.written()
+            done.spilled.hold()
+        else:
+            done.updated.hold()
+        self._held_by.add(stream)
+        if stream == self._home:
+            self._keeps = ()
             if self._then is not None:
                 self._then()
 
@@ -68,8 +74,8 @@ class Update:
         self.hold()
 
     def when_held(self, then: Callable[[], None]) -> None:
-        """At once where it is."""
-        if self._held:
+        """By the stream it was begun on; at once where it is."""
+        if self._home in self._held_by:
             then()
         else:
             self._then = then

@@ -134,12 +134,18 @@ class Windows:
         return chunk, window
 
     def _pass(self, work: Work, chunk: Sequence[Part], window: _Window) -> None:
-        self._fetch(window, chunk)
+        self._finish_reads(window)
         if work.done.done():
             return  # an earlier chunk has failed
-        with self.updates():
-            work.update(window.parts)
-            updated = self.updates.mark()
+        self._fetch(window, chunk)
+        try:
+            with self.updates():
+                work.update(window.parts)
+                updated = self.updates.mark()
+        except BaseException:
+            self.updates.mark().hold(self.spills)
+            window.empty = self.spills.mark()  # what is queued of it -> the next chunk in this window
+            raise
         updated.hold(self.spills)  # update -> copies back
         self._spill(window, chunk)
         work.writes += window.writes
@@ -150,7 +156,8 @@ class Windows:
     def leave(self) -> None:
         """Give the device's memory back: the computation goes on when it is empty, and may have it then."""
         if any(window.device is not None for window in self._windows):
-            self.spills.mark().hold()  # the last copies out of the windows -> whoever gets their memory
+            for line in (self.fetches, self.updates, self.spills):
+                line.mark().hold()  # the last use of the windows -> whoever gets their memory
             for window in self._windows:
                 window.device, window.parts, window.outgrown = None, {}, []
 
@@ -158,6 +165,8 @@ class Windows:
 
     def _read(self, window: _Window, chunk: Sequence[Part]) -> None:
         """The window cut for a chunk, and its files read into the staging part of it."""
+        if window.outgrown and window.empty.reached:
+            window.outgrown = []
         window.finish_writes()
         window.empty.wait() if any(part.rest.file for part in chunk) else None  # the copies out of it -> new reads
         window.parts = {part.name: part.home for part in chunk if not part.rest.away}
@@ -197,11 +206,14 @@ class Windows:
                 window.empty.wait()
                 window.host = _block(host_nbytes, torch.device("cpu"), pinned=self._device.type != "cpu")
 
-    def _fetch(self, window: _Window, chunk: Sequence[Part]) -> None:
+    @staticmethod
+    def _finish_reads(window: _Window) -> None:
         reads, window.reads = window.reads, []
         wait(reads)  # all of them, also where one has failed: the next chunk is read to the same place
         for read in reads:
             read.result()
+
+    def _fetch(self, window: _Window, chunk: Sequence[Part]) -> None:
         window.empty.hold(self.fetches)  # copies out of the window -> copies into it
         with self.fetches():
             for part in chunk:

@@ -72,7 +72,7 @@ def device_peak(model: Model) -> int:
     stepping = max(stepping, rest + forward_nbytes(model, window))  # updates go on under the next forward
     computing = rest + computing_nbytes(model)
     if windows_stay(model):
-        computing += window + last_grad_nbytes(model)
+        computing += window + waiting_grads_nbytes(model)
     elif model.setting.plan.release:
         computing = max(computing, rest + window + computing_nbytes(model, first_update(model) or 0))
     return max(computing, stepping, setup_nbytes(model))
@@ -211,12 +211,14 @@ def _travelling_nbytes(model: Model) -> int:
     return _receive_nbytes(model) + grads[0] + 2 * max(grads[1:], default=0)
 
 
-def last_grad_nbytes(model: Model) -> int:
-    """The thread that waits for files lets go of the last chunk's gradient only some time after it is used."""
+def waiting_grads_nbytes(model: Model) -> int:
+    """The thread that waits for files lets go of the last chunk's gradient only some time after it is used. With
+    delay=1 it may not have come to any."""
     if not model.setting.adopts:
         return 0
     streams = [lane for lane in model.flat if lane.streamed and "disk" in lane.tiers and lane.tiers.grads == "device"]
-    return max((numel * lane.key.reduce_dtype.itemsize for lane in streams for numel in lane.layout.numels), default=0)
+    sizes = [numel * lane.key.reduce_dtype.itemsize for lane in streams for numel in lane.layout.numels]
+    return sum(sizes) if model.setting.plan.delay else max(sizes, default=0)
 
 
 def update_nbytes(lanes: Sequence[PlannedLane]) -> int:
