@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
             self.seen.append(f"{event} {str(args)[:200]}")
         if event == "open" and isinstance(args[0], (str, bytes)):
             name = args[0].decode() if isinstance(args[0], bytes) else args[0]
-            if not name.startswith((self.folder, "/proc/meminfo", "/sys/fs/cgroup")):
+            if not name.startswith((self.folder, "/proc/meminfo", "/proc/self/cgroup", "/sys/fs/cgroup")):
                 self.seen.append(f"open {name}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
