@@ -130,13 +130,12 @@ def test_what_leaves_the_device_does_so_before_the_rest_is_tried(monkeypatch):
             return 10 * params
 
         def room_for(self, sizes):
-            auto = engines[0]
-            seen.extend(lane.master.remainder.tier for lane in auto._lanes)
+            seen.extend(lane.master.remainder.tier for lane in deciding[0]._lanes)
             return [True for _ in sizes]
 
-    engines = []
+    deciding = []
     decide = automatic.Auto._decide
-    monkeypatch.setattr(automatic.Auto, "_decide", lambda self: (engines.append(self), decide(self))[1])
+    monkeypatch.setattr(automatic.Auto, "_decide", lambda self: (deciding.append(self), decide(self))[1])
     monkeypatch.setattr(automatic, "DeviceMemory", Memory)
     values, tiers = train(zeor.Offload(auto=True, chunk=CHUNK))
     assert seen == tiers and set(tiers) == {"device", "host"}
