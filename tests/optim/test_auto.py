@@ -12,6 +12,7 @@ from torch import nn
 import zeor
 from zeor.memory.placement import Room, choose
 from zeor.optim import auto as automatic
+from zeor.runtime import places
 from zeor.runtime.sharded import state_of
 
 CHUNK = 256
@@ -118,6 +119,27 @@ def test_what_turns_out_not_to_fit_goes_to_the_host(monkeypatch):
     values, tiers = train(zeor.Offload(auto=True, chunk=CHUNK))
     assert tiers == ["device", "host", "device"] * 2
     assert same(values, train()[0])
+
+
+def test_remainders_that_began_on_the_host_do_not_count_twice(monkeypatch):
+    """Where the device is too crowded for a first step they rest there already, and that memory is no longer free."""
+    params = sum(p.numel() for p in model().parameters())
+
+    class Memory(automatic.DeviceMemory):
+        def total_nbytes(self):
+            return 8 * params
+
+        def room_for(self, sizes):
+            return [True for _ in sizes]
+
+    monkeypatch.setattr(automatic, "DeviceMemory", Memory)
+    monkeypatch.setattr(places, "DeviceMemory", Memory)
+    monkeypatch.setattr(automatic, "free_host_nbytes", lambda: 5 * params)  # 10 of state, 3.5 of room on the device
+    values, tiers = train(zeor.Offload(auto=True, chunk=CHUNK))
+    assert set(tiers) == {"device", "host"}
+    assert same(values, train()[0])
+    with pytest.raises(ValueError, match="The optimizer's state takes"):
+        train(zeor.Offload(auto=True, chunk=CHUNK, host_budget=5 * params))  # of which the remainders are two
 
 
 def test_what_leaves_the_device_does_so_before_the_rest_is_tried(monkeypatch):

@@ -97,7 +97,8 @@ class Auto:
 
     def _room(self, device_nbytes: int) -> Room:
         free = free_host_nbytes()
-        host = 1 << 62 if free is None else int(HOST_SHARE * free)
+        resting = sum(map(_rested_nbytes, self._lanes))  # is part of what will be placed, and no longer free
+        host = 1 << 62 if free is None else int(HOST_SHARE * free) + resting
         if isinstance(self._offload.host_budget, int):
             host = min(host, self._offload.host_budget)
         disk = 0 if self._offload.folder is None else int(0.98 * shutil.disk_usage(self._offload.folder).free)
@@ -141,7 +142,6 @@ class Auto:
             resting = sum(map(_held_nbytes, lanes))
             used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
             room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
-            room = room._replace(host=room.host + sum(_rested_nbytes(lane) for lane in lanes))
             tiers = self._chosen(lanes, room)
             for lane, tier in zip(lanes, tiers):
                 if tier != "device":  # first: what leaves makes room for what stays
@@ -219,13 +219,13 @@ def holes_nbytes(budget: int, limited: bool) -> int:
     return int((0.04 if limited else 0.02) * budget)
 
 
-def _rested_nbytes(lane: Lane) -> int:
-    """The same on the host."""
-    remainder = None if lane.master is None else lane.master.remainder
-    return remainder.nbytes if remainder is not None and remainder.tier == "host" else 0
-
-
 def _held_nbytes(lane: Lane) -> int:
     """Of a lane's state on the device before it is placed: the remainder."""
     remainder = None if lane.master is None else lane.master.remainder
     return 0 if remainder is None or remainder.away else remainder.nbytes
+
+
+def _rested_nbytes(lane: Lane) -> int:
+    """The same on the host."""
+    remainder = None if lane.master is None else lane.master.remainder
+    return remainder.nbytes if remainder is not None and remainder.tier == "host" else 0
