@@ -48,8 +48,8 @@ def test_a_run_comes_back_in_every_bit(tmp_path: Path, way: str, asynchronous: A
     placed: list[bool] = []
     plain = staging.Staging.read
 
-    def read(self: Any, short: bool) -> None:
-        plain(self, short)
+    def read(self: Any, *arguments: Any) -> None:
+        plain(self, *arguments)
         placed.extend(put.need.into.is_cuda for put in self._staged)
 
     with patch.multiple(staging, **WAYS[way]) if WAYS[way] else patch.object(staging, "DEVICE_SHARE", 0.8):

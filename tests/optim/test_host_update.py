@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from zeor.memory.lines import Mark
 from zeor.memory.rest import Rest
 from zeor.optim.host_batches import _cut, _joined
-from zeor.optim.host_update import CUT_NUMEL, Batch, HostPart, HostUpdate, batch_numel, default_threads, use_threads
+from zeor.optim.host_update import (
+    AHEAD,
+    CUT_NUMEL,
+    Batch,
+    HostPart,
+    HostUpdate,
+    _Slot,
+    batch_numel,
+    default_threads,
+    use_threads,
+)
 
 CPU = torch.device("cpu")
 
@@ -105,6 +115,17 @@ def test_an_end_in_mid_way_leaves_nobody_waiting() -> None:
     for future in found:
         with pytest.raises(RuntimeError, match="cannot schedule new futures"):
             future.result(timeout=30)
+
+
+def test_slots_turn_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that queues copies turns them whenever it likes: here, at every one that is looked at."""
+    host = HostUpdate(CPU, CUT_NUMEL, threads=1)
+    host.reserve(torch.float32)
+    made = _Slot.make_room
+    monkeypatch.setattr(_Slot, "make_room", lambda self: (host._slot(torch.float32), made(self))[1])
+    host.reserve(torch.float32)
+    assert host.nbytes == (AHEAD + 1) * 2 * CUT_NUMEL * 4
+    host.close()
 
 
 def test_nothing_to_do_is_done() -> None:

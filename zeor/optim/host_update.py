@@ -123,13 +123,13 @@ class HostUpdate:
     @property
     def nbytes(self) -> int:
         """On the device."""
-        return sum(slot.down.nbytes + slot.up.nbytes for slots in self._slots.values() for slot in slots)
+        return sum(slot.down.nbytes + slot.up.nbytes for slot in self._every_slot())
 
     def reserve(self, dtype: torch.dtype) -> None:
         """Memory for updates in this dtype, before `start`: where there is none, the caller is told."""
         if dtype not in self._slots:
             self._slots[dtype] = deque(_Slot(self.batch_numel, dtype, self._device) for _ in range(AHEAD + 1))
-        for slot in self._slots[dtype]:
+        for slot in list(self._slots[dtype]):
             slot.make_room()
 
     def start(self, batches: Sequence[Batch], ready: Callable[[], None]) -> Future[Done]:
@@ -149,8 +149,12 @@ class HostUpdate:
             return
         for line in (self.widens, self._downs, self.ups):
             line.mark().hold()  # the last use of it, of lanes that have failed too -> whoever gets this memory
-        for slot in (slot for slots in self._slots.values() for slot in slots):
+        for slot in self._every_slot():
             slot.leave()
+
+    def _every_slot(self) -> list[_Slot]:
+        """Of lists that are copied first, as `reserve` does: the thread that queues copies turns them meanwhile."""
+        return [slot for slots in list(self._slots.values()) for slot in list(slots)]
 
     def close(self) -> None:
         self._updater.shutdown(wait=True)
