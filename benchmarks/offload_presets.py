@@ -106,7 +106,7 @@ TWENTY = [
 THIRTY = [
     line(f"--size 32B --batch 4 {LONG} --chunked-loss", "auto, int8, release", offload="auto", moments="int8",
          release=True),
-    line(f"--size 32B --batch 8 {LONG} --chunked-loss", "auto, int8, clip", offload="auto", moments="int8"),
+    line(f"--size 32B --batch 2 {LONG} --chunked-loss", "auto, int8, clip", offload="auto", moments="int8"),
 ]  # fmt: skip
 
 # One text, four ways to keep the moments; text that no run has seen is evaluated at the end.

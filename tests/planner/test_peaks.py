@@ -14,8 +14,9 @@ import torch
 
 import zeor
 from benchmarks.decoder import SIZES, Decoder, Shape
+from benchmarks.offload import ScoredDecoder
 from zeor.optim.streaming import IN_FLIGHT
-from zeor.planner import Prediction
+from zeor.planner import Prediction, automatic
 from zeor.planner.peaks import LIBRARIES_NBYTES
 
 GIB = 2**30
@@ -47,8 +48,29 @@ def test_peaks_on_the_device_are_within_5_percent_of_those_measured_and_never_un
 
 def offloaded_runs() -> list[dict[str, Any]]:
     """Measured with places that were named: what is free elsewhere does not matter to them."""
-    documents = [json.loads((RESULTS / f"offload_{name}.json").read_text()) for name in ("3b", "disk", "curves")]
-    return [run for document in documents for run in document["runs"]]
+    return [run for name in ("3b", "disk", "curves") for run in results_of(name)]
+
+
+def results_of(name: str) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads((RESULTS / f"offload_{name}.json").read_text())["runs"]
+    return runs
+
+
+def test_peaks_of_the_largest_are_within_5_percent_of_those_measured_and_never_under(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Placed by auto over all of an H200 and its host: the budgets are what was there."""
+    monkeypatch.setattr(automatic, "_budgets", lambda offload: (int(139.8 * GIB), int(0.95 * 122 * GIB)))
+    found = results_of("13b") + results_of("large")
+    assert [run["size"] for run in found] == ["13B", "20B", "32B", "18B", "32B"]
+    for run in found:
+        with torch.device("meta"):
+            model = (ScoredDecoder if run["chunked_loss"] else Decoder)(SIZES[run["size"]], recompute=True)
+        options = json.loads(run["zeor"])
+        said = zeor.predict(model, batch=(run["batch"], run["tokens"]), precision="bf16", native_reduce=True, **options)
+        device, host = said.device_peak / GIB, said.host_peak / GIB
+        assert run["gpu_allocated_gib"] <= device <= 1.05 * run["gpu_allocated_gib"], (run["label"], device)
+        assert run["host_grown_gib"] <= host <= 1.05 * run["host_grown_gib"], (run["label"], host)
 
 
 def test_peaks_of_offloaded_runs_are_within_5_percent_of_those_measured_and_never_under(tmp_path: Path) -> None:

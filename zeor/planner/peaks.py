@@ -34,7 +34,7 @@ from zeor.runtime.keys import lane_key
 _MIB = 1 << 20
 # cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.
 WORKSPACE_NBYTES = 2 * 32 * _MIB + 16 * _MIB
-UPDATER_NBYTES = 128 * _MIB  # stacks, and what the allocator keeps for each of the threads of an update on the host
+THREADS_NBYTES = 128 * _MIB  # stacks, and what the allocator keeps for each thread: of updates on the host, of files
 LIBRARIES_NBYTES = 768 * _MIB  # cuBLAS's and Triton's code, kernels, staging of batches; up to 720 MiB were seen
 
 
@@ -275,7 +275,8 @@ def host_peak(model: Model) -> int:
     # the optimizer's own step begins.
     begun = ("compute", "master") if model.setting.native else ("compute", "master", "moments")
     mapped = sum(a.nbytes for a in arrays if a.tier == "disk" and a.role in begun)
-    threads = UPDATER_NBYTES if any(lane.wide for lane in model.flat if lane.streamed) else 0
+    beside = any(lane.wide for lane in model.flat if lane.streamed) or any(a.tier == "disk" for a in arrays)
+    threads = THREADS_NBYTES if beside else 0
     return resting + training + mapped + threads + (LIBRARIES_NBYTES if model.setting.native else 0)
 
 
