@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from zeor.optim.host_update import (
     HostPart,
     HostUpdate,
     _Slot,
+    _Turns,
     batch_numel,
     default_threads,
     use_threads,
@@ -144,3 +146,13 @@ def test_threads_are_this_rank_s_share_and_given_back(monkeypatch: pytest.Monkey
         assert torch.get_num_threads() == 1 and sys.getswitchinterval() < before[1]
         raise KeyError
     assert (torch.get_num_threads(), sys.getswitchinterval()) == before
+
+
+def test_two_updates_at_once_leave_the_turns_as_they_were() -> None:
+    before = sys.getswitchinterval()
+    first, second = _Turns.short(), _Turns.short()
+    with contextlib.ExitStack() as second_ends:
+        with first:
+            second_ends.enter_context(second)
+        assert sys.getswitchinterval() < before  # the second still wants it
+    assert sys.getswitchinterval() == before

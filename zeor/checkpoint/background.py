@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from zeor.checkpoint import room
@@ -32,6 +31,7 @@ from zeor.checkpoint.snapshot import HostBlocks
 from zeor.checkpoint.urls import Place
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
+from zeor.memory.device import thread_beside
 from zeor.runtime.engine import Engine
 
 SNAPSHOT_SHARE = 0.8  # of the free host memory: what a snapshot may newly take
@@ -97,9 +97,7 @@ class Saving:
         if before is not None:
             before.join()
         try:
-            if run.mesh.device.type != "cpu":
-                torch.accelerator.set_device_index(run.mesh.device.index or 0)  # threads begin at device 0
-            with lost_peers(run.mesh, *self._target.lost_words):
+            with thread_beside(run.mesh.device), lost_peers(run.mesh, *self._target.lost_words):
                 self._path = write(run, found, self._target)
             _unseen.discard(self)
         except BaseException as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ def _given(wanted: Any) -> torch.device:
             "torch.accelerator.set_device_index(LOCAL_RANK) first."
         )
     return torch.device(device.type, current)
+
+
+@contextlib.contextmanager
+def thread_beside(device: torch.device) -> Iterator[None]:
+    """Work of a thread beside the loop: threads begin at device 0, and with gradients on."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    with torch.no_grad():
+        yield
 
 
 def one_device(params: Iterable[tuple[str, Tensor]]) -> torch.device:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeor.memory.device import thread_beside
 from zeor.memory.formats import cast_and_spoil
 from zeor.memory.lines import Line, Mark
 from zeor.memory.rest import Rest
@@ -168,7 +170,7 @@ class HostUpdate:
             return
         sent: deque[_Sent] = deque()
         try:
-            with self._here(), use_threads(self.threads):
+            with thread_beside(self._device), use_threads(self.threads):
                 while self._lanes or sent:
                     self._send_ahead(sent)
                     each = sent.popleft()
@@ -201,21 +203,13 @@ class HostUpdate:
 
     def _publish(self, sent: _Sent, slot: _Slot) -> None:
         try:
-            with self._here():
+            with thread_beside(self._device):
                 self._send_up(sent.batch, slot)
                 if sent.is_last and not sent.lane.done.done():
                     up = self.ups.mark()
                     sent.lane.done.set_result(Done(up, up))
         except BaseException as error:
             sent.lane.fail(error)
-
-    @contextlib.contextmanager
-    def _here(self) -> Iterator[None]:
-        """Threads have a current device each."""
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index or 0)
-        with torch.no_grad():
-            yield
 
     def _slot(self, dtype: torch.dtype) -> _Slot:
         """The one that was used longest ago: nothing is in it that is still needed."""
@@ -224,7 +218,7 @@ class HostUpdate:
         return slots[-1]
 
     def _send_down(self, lane: _Lane, batch: Batch) -> _Slot:
-        with self._here():
+        with thread_beside(self._device):
             lane.be_ready()
             return self._bring(batch)
 
@@ -280,14 +274,38 @@ def default_threads() -> int:
 @contextlib.contextmanager
 def use_threads(count: int) -> Iterator[None]:
     """torch computes with so many threads when called from this one, which need not wait long for its turn."""
-    threads, switch = torch.get_num_threads(), sys.getswitchinterval()
+    threads = torch.get_num_threads()
     torch.set_num_threads(count)
-    sys.setswitchinterval(min(switch, _SWITCH_S))
     try:
-        yield
+        with _Turns.short():
+            yield
     finally:
         torch.set_num_threads(threads)
-        sys.setswitchinterval(switch)
+
+
+class _Turns:
+    """Python's switch interval is the process's: short while any update wants it so, of two optimizers too."""
+
+    _lock, _wanted, _before = threading.Lock(), 0, 0.0
+
+    @classmethod
+    @contextlib.contextmanager
+    def short(cls) -> Iterator[None]:
+        cls._count(1)
+        try:
+            yield
+        finally:
+            cls._count(-1)
+
+    @classmethod
+    def _count(cls, more: int) -> None:
+        with cls._lock:
+            if not cls._wanted:
+                cls._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(cls._before, _SWITCH_S))
+            cls._wanted += more
+            if not cls._wanted:
+                sys.setswitchinterval(cls._before)
 
 
 def fused_group(group: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeor.memory.device import thread_beside
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.optim import kernels
 from zeor.optim.auto import Auto
@@ -147,12 +148,9 @@ class Streaming:
         """To be done by the one thread beside the loop, in order."""
         if self._pump is None:
             self._pump = ThreadPoolExecutor(1, "zeor-offload")
-        device = self.engine.mesh.device
 
         def run() -> None:
-            if device.type != "cpu":
-                torch.accelerator.set_device_index(device.index or 0)
-            with torch.no_grad():
+            with thread_beside(self.engine.mesh.device):
                 job()
 
         self._pump.submit(run)
