@@ -108,7 +108,7 @@ class Target:
         self.files = {file.name: file.read_bytes() for file in self.path.iterdir()}
         self.body = json.loads(self.files[manifests.NAME])["manifest"]
         self.nbytes = sum(map(len, self.files.values()))
-        self.model, self.optimizer, _ = make(1, seed=8)
+        self.model, self.optimizer, self.scheduler = make(1, seed=8)
         self.groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in self.groups_now()])
         load(self.path, self.model, self.optimizer)
         self.truth = {key: copy.deepcopy(value) for key, value in values(self.model, self.optimizer).items()}
@@ -125,11 +125,12 @@ class Target:
 
     def attempt(self) -> dict[str, Any] | None:
         """What the run holds after a load; None where it was refused, and nothing has changed."""
+        before = str(self.scheduler.state_dict())
         try:
             with self.watch:
-                load(self.path, self.model, self.optimizer)
+                load(self.path, self.model, self.optimizer, extra={"scheduler": self.scheduler})
         except CheckpointError as error:
-            assert str(error).strip()
+            assert str(error).strip() and str(self.scheduler.state_dict()) == before
             self.refused += 1
             found = values(self.model, self.optimizer)
             assert found.keys() == self.truth.keys()

@@ -4,8 +4,9 @@
    (opening.py). What only other hosts have is fetched from them (fetching.py).
 2. Every rank reads and verifies what it needs into memory of its own, the device's or the host's; where both are short,
    it verifies only, and reads again in step 4, a little at a time.
-3. All ranks agree that nothing was wrong. Until here nothing of the run has changed.
-4. The values go where they belong: through masters, to optimizers, loaders, generators.
+3. Schedulers, scalers and loaders take their states, or all are put back (attached.py). All ranks agree that nothing
+   was wrong. Until here nothing of the run has changed.
+4. The values go where they belong: through masters, to optimizers, generators.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import plain, staging
+from zeor.checkpoint.attached import Attached
 from zeor.checkpoint.doubt import Paths, check_rng, check_roles, check_scalar, check_settings
 from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.fetching import Files
 from zeor.checkpoint.opening import Opened, open_checkpoint, together
 from zeor.checkpoint.reading import Need, need
-from zeor.checkpoint.resuming import go_to, position_of, set_rng
+from zeor.checkpoint.resuming import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.staging import Staging
@@ -33,6 +35,9 @@ from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.pieces import Piece
 from zeor.runtime.unit import Slot
+
+IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/foreign.py
+ALIKE = {"Adam", "AdamW"}  # the same state
 
 
 class Loaded(NamedTuple):
@@ -164,22 +169,48 @@ class Load:
                 "saved with, or none and strict=False."
             )
         for number, stepper in enumerate(self.run.steppers):
-            self._check_groups(number, stepper, saved[number])
             self._pieces[number] = []
+            self._settings.append([])
+            if not self._is_alike(number, stepper, saved[number]):
+                continue
+            matched = self._matched_groups(number, stepper, saved[number])
             self._plan_optimizer(number, stepper, saved[number])
-            groups = [plain.decode(group["settings"], self._want_whole) for group in saved[number]["groups"]]
-            for group, settings in zip(stepper.optimizer.param_groups, groups):
+            for group, old in zip(stepper.optimizer.param_groups, matched):
+                settings = {} if old is None else plain.decode(old["settings"], self._want_whole)
                 check_settings(str(self.path), group, settings)
-            self._settings.append(groups)
+                self._settings[number].append(settings)
 
-    def _check_groups(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
+    def _is_alike(self, number: int, stepper: Any, saved: dict[str, Any]) -> bool:
+        """Whether the state is of such an optimizer; with strict=False another's is left, and that is reported."""
+        given, theirs = type(stepper.optimizer), str(saved["class"])
+        names = {each.__name__ for each in given.mro()}
+        if theirs == IMPORTED or theirs in names or (theirs in ALIKE and names & ALIKE):
+            return True
+        if self.strict:
+            raise CheckpointError(
+                f"{self.path} holds the state of a {theirs[:80]} as optimizer {number}, and a {given.__name__} was "
+                "given; give such a one, or pass strict=False to begin its state anew."
+            )
+        self.missing.append(f"optimizer {number} ({given.__name__})")
+        self.unexpected.append(f"optimizer {number} ({theirs[:80]})")
+        return False
+
+    def _matched_groups(self, number: int, stepper: Any, saved: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """For each group the saved one with most of its parameters."""
         theirs = [set(group["params"]) for group in saved["groups"]]
         ours = [{self.run.names[id(p)] for p in group["params"]} for group in stepper.optimizer.param_groups]
-        if self.strict and theirs != ours:
+        if theirs == ours:
+            return list(saved["groups"])
+        if self.strict:
             raise CheckpointError(
                 f"{self.path}: the groups of optimizer {number} ({saved['class']}) hold other parameters than those of "
                 f"the {type(stepper.optimizer).__name__} given; make it with the same groups, or pass strict=False."
             )
+        return [
+            max((old for old in saved["groups"] if names & set(old["params"])), default=None,
+                key=lambda old: len(names & set(old["params"])))
+            for names in ours
+        ]  # fmt: skip
 
     def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""
@@ -211,13 +242,19 @@ class Load:
 
     def _plan_average(self, key: str, average: EMA) -> None:
         slots = {slot.name: slot for slot in self.run.engine.slots}
+        names = {mine.name: self.run.names[id(slots[mine.name].user)] for mine in average.pieces()}
+        lacking = [name for name in names.values() if (f"ema.{key}", name) not in self._stored]
+        if lacking and self.strict:
+            raise CheckpointError(
+                f"{self.path} has no average {key!r} of {lacking[0]!r}; leave it out of extra=, or pass strict=False."
+            )
+        if lacking:  # it stays as it is
+            self.missing += [f"{name} of the average {key!r}" for name in lacking]
+            return
         pieces: list[Piece] = []
         for mine in average.pieces():
-            name = self.run.names[id(slots[mine.name].user)]
-            stored = self._stored.get((f"ema.{key}", name))
-            if stored is None or mine.begin is None:
-                raise CheckpointError(f"{self.path} has no average {key!r} of {name!r}; leave it out of extra=.")
-            each = need(stored, mine.begin, mine.value.numel(), mine.value.device)
+            assert mine.begin is not None  # averages are made of parameters' elements
+            each = need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
         self._averages.append((int(self.value("extra")[key]["updates"]), average, pieces))
 
@@ -305,22 +342,28 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     mesh, path, manifest = this.run.mesh, this.path, this.manifest
     averages = {key: value for key, value in (extra or {}).items() if isinstance(value, EMA)}
     others = {k: v for k, v in (extra or {}).items() if k not in averages and hasattr(v, "load_state_dict")}
-    plan = functools.partial(this.plan, averages, others, data is not None)
+    attached = Attached(path, others, data)
+
+    def plan() -> None:
+        attached.check()
+        this.plan(averages, others, data is not None)
+
     together(mesh, lambda: _guarded(plan, path), "exchange about whether a checkpoint fits")
     files.fetch(this.needs)
     short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
     read = functools.partial(this.read, short)
     together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
+    found = _guarded(lambda: this.value("extra"), path) or {}
+    position = this.position() if data is not None else None
+    try:
+        take = functools.partial(attached.take, found, position)
+        together(mesh, lambda: _guarded(take, path), "exchange about schedulers and loaders")
+    except BaseException:
+        attached.put_back()
+        raise
     with lost_peers(mesh, f"Loading {path}", "The run is changed in part; load once more."):
         together(mesh, lambda: _guarded(this.fill, path), "exchange about the filling in of a checkpoint")
         this.publish()
-    found = this.value("extra") or {}
-    for key, value in others.items():
-        if key in found:
-            value.load_state_dict(found[key])
-    position = this.position() if data is not None else None
-    if position is not None:
-        go_to(data, position)
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
 
