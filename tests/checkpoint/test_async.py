@@ -116,12 +116,35 @@ def test_an_error_surfaces_at_wait_and_at_the_next_save_on_every_rank(ranks, tmp
     assert ranks(fail_in_background, 2, str(tmp_path)) == [[4], [4]]
 
 
+MISUSES: list[tuple[dict[str, Any], str]] = [
+    ({"step": -1}, r"zeor.save\(step=-1\)"),
+    ({"step": "1"}, r"zeor.save\(step='1'\)"),
+    ({"keep": 0}, r"zeor.save\(keep=0\)"),
+    ({"keep": True}, r"zeor.save\(keep=True\)"),
+    ({"busy": "later"}, "busy='later'"),
+    ({"extra": [1]}, r"zeor.save\(extra=...\): list has no names"),
+    ({"data": 5}, r"zeor.save\(data=...\): int has no state_dict"),
+    ({"folder": "a\0b"}, r"zeor.save\(folder='a\\x00b'\): no folder can have that name"),
+    ({"folder": "a\ud800"}, "no folder can have that name"),
+    ({"folder": 5}, r"zeor.save\(folder=5\): give a path or a URL"),
+    ({"folder": "zzz://a"}, "zzz://a cannot be used: "),
+]
+
+
 def collect_on_one_rank_fails(folder: str) -> Any:
     model, optimizer, _ = make(2)
     extra = {"bad": object()} if torch.distributed.get_rank() == 0 else {}
     for asynchronous in (False, True):
         with pytest.raises(CheckpointError, match=r"extra/bad is a object"):
             save(folder, model, optimizer, step=1, extra=extra, asynchronous=asynchronous)
+        with pytest.raises(CheckpointError, match="rank 0 gives step=1, rank 1 gives step=2"):
+            save(folder, model, optimizer, step=1 + torch.distributed.get_rank(), asynchronous=asynchronous)
+    for wrong, match in MISUSES:
+        given = {"folder": folder, "step": 1}
+        with pytest.raises(ValueError, match=match):  # on every rank at once
+            save(model=model, optimizer=optimizer, **{**given, **wrong})
+        with pytest.raises(ValueError, match=match):  # on one, and told to the others
+            save(model=model, optimizer=optimizer, **{**given, **(wrong if torch.distributed.get_rank() else {})})
     return complete(Path(folder))
 
 
@@ -203,7 +226,7 @@ def test_a_long_save_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         while not lines.empty():
             lines.get()  # of before
         lines.get(timeout=60)  # perhaps begun before
-        assert "saving step 5: 1.00 of rank 0's 4.00 GB written" in lines.get(timeout=60)
+        assert lines.get(timeout=60).startswith("saving step 5: 1.00 of rank 0's 4.00 GB written")
     assert shown.line(2.0).endswith("in 2 s, 0.50 GB/s")
     shown.add(3_000_000_000)
     assert shown.line(4.0).endswith("1.00 GB/s; waiting for the disk and the other ranks")

@@ -10,11 +10,10 @@ the order of the calls, which is the same on every rank.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from zeor.checkpoint import room
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.errors import CheckpointError, lost_peers
-from zeor.checkpoint.progress import Progress
+from zeor.checkpoint.progress import Progress, log
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.snapshot import HostBlocks
 from zeor.checkpoint.urls import Place
@@ -36,8 +35,6 @@ from zeor.runtime.engine import Engine
 
 SNAPSHOT_SHARE = 0.8  # of the free host memory: what a snapshot may newly take
 LEAST_TIMEOUT = 3600.0  # seconds that ranks wait for the slowest one's disk
-
-log = logging.getLogger("zeor")
 
 
 class Target(NamedTuple):
@@ -50,6 +47,15 @@ class Target(NamedTuple):
         """What is said where a rank is lost on the way."""
         then = "What is visible in the folder is whole; earlier checkpoints are as they were."
         return f"Saving step {self.step} to {self.folder}", then
+
+
+class Content(NamedTuple):
+    """What one rank asks to be saved, and where; `error`: why that cannot be, which the other ranks must hear."""
+
+    target: Target
+    extra: Mapping[str, Any] | None
+    data: Any
+    error: Exception | None
 
 
 class Saving:
@@ -103,7 +109,7 @@ class Saving:
         except BaseException as error:
             unforeseen = not isinstance(error, CheckpointError)
             log.error(
-                "zeor: the checkpoint of step %d, written in the background, failed: %s",
+                "the checkpoint of step %d, written in the background, failed: %s",
                 self.step, error, exc_info=unforeseen,
             )  # fmt: skip
             self._error = _bare(error)  # its frames hold the copy of the run
@@ -145,9 +151,7 @@ def _finish() -> None:
             continue
         each.join()
         if each._error is not None:
-            log.error(
-                "zeor: the program ends, and the checkpoint of step %d was not written: %s", each.step, each._error
-            )
+            log.error("the program ends, and the checkpoint of step %d was not written: %s", each.step, each._error)
 
 
 # ---- one per sharded model
@@ -172,27 +176,30 @@ class Saver:
         self.blocks = HostBlocks(pinned=mesh.device.type != "cpu")
         self.last: Saving | None = None
 
-    def save(self, run: Run, content: Mapping[str, Any], target: Target, *, later: bool, refuse: bool) -> Any:
+    def save(self, run: Run, content: Content, *, later: bool, refuse: bool) -> Any:
         """A path, or with `later` a Saving. Every rank calls it, and all agree before anything begins."""
         busy = refuse and self.last is not None and not self.last.done
-        found, error = Contents(), None if busy else self._end_last()
+        found, target = Contents(), content.target
+        error: BaseException | None = content.error
+        if error is None and not busy:
+            error = self._end_last()
         if error is None and not busy:
             try:
-                found = saving.collect(run, content["extra"], content["data"])
+                found = saving.collect(run, content.extra, content.data)
             except Exception as failure:
                 error = failure
         wanted = room.asked(self.blocks.missing_nbytes(found.sources) if later else 0)
-        answers = exchange(run.mesh, [str(error or ""), busy, list(wanted)], "agreement to save a checkpoint")
+        mine = [words_of(error), busy, list(wanted), target.step if error is None else None]
+        answers = exchange(run.mesh, mine, "agreement to save a checkpoint")
         if error is not None:
             raise error
-        for rank, (text, is_busy, _) in enumerate(answers):
-            if text:
-                raise CheckpointError(f"On rank {rank}: {text}")
-            if is_busy:
-                raise CheckpointError(
-                    "The checkpoint before this one is still being written; save less often, wait() for it first, or "
-                    "let the call wait (busy='wait')."
-                )
+        raise_first([answer[0] for answer in answers])
+        if any(answer[1] for answer in answers):
+            raise CheckpointError(
+                "The checkpoint before this one is still being written; save less often, wait() for it first, or "
+                "let the call wait (busy='wait')."
+            )
+        _check_same_step([answer[3] for answer in answers])
         short = room.short_of([answer[2] for answer in answers], SNAPSHOT_SHARE)
         if later and not short:
             return self._start(run, found, target)
@@ -203,7 +210,7 @@ class Saver:
         if short and run.mesh.rank == 0:
             host, (nbytes, free) = next(iter(short.items()))
             log.warning(
-                "zeor: a copy of the run for an asynchronous save takes %.1f GB on %s, where %.1f GB are free; this "
+                "a copy of the run for an asynchronous save takes %.1f GB on %s, where %.1f GB are free; this "
                 "checkpoint is written at once instead, and training waits for it.", nbytes / 1e9, host, free / 1e9,
             )  # fmt: skip
         return write(run, found, target)
@@ -217,6 +224,15 @@ class Saver:
         self.last = None
         return error
 
+    def pass_over_last(self, step: int) -> None:
+        """Wait for the save before that of `step`, which is made even where that one failed: no time is left to ask."""
+        before, error = self.last, self._end_last()
+        if before is not None and error is not None:
+            log.warning(
+                "saving step %d though the checkpoint of step %d, written in the background, failed: %s",
+                step, before.step, error,
+            )  # fmt: skip
+
     def settle(self) -> None:
         """Wait for a save under way; its error waits for who asks."""
         if self.last is not None:
@@ -229,13 +245,32 @@ class Saver:
             found.sources = self.blocks.take(found.sources)
         except Exception as error:
             problem = f"the run could not be copied for a checkpoint ({type(error).__name__}: {error})."
-        for rank, text in enumerate(exchange(run.mesh, problem, "copy of a run for a checkpoint")):
-            if text:
-                raise CheckpointError(f"On rank {rank}: {text}")
+        raise_first(exchange(run.mesh, problem, "copy of a run for a checkpoint"))
         self.last = Saving(target)
         self.last.start(run.apart(line.group), found, line.last)
         line.last = self.last._thread
         return self.last
+
+
+def words_of(error: BaseException | None) -> str:
+    """What other ranks hear of an error; never empty."""
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def raise_first(texts: Sequence[str]) -> None:
+    """Of what each rank says is wrong; "": nothing."""
+    for rank, text in enumerate(texts):
+        if text:
+            raise CheckpointError(f"On rank {rank}: {text}")
+
+
+def _check_same_step(steps: Sequence[int]) -> None:
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"The ranks save different steps: rank 0 gives step={steps[0]}, rank {other} gives step={steps[other]}; "
+            "give the same one on every rank. Nothing was written."
+        )
 
 
 def _ended(target: Target, path: Place) -> Saving:

@@ -1,14 +1,13 @@
 """Preemption: a signal becomes a checkpoint on every rank and a clean exit, at the end of a step.
 
 1. The signal's handler only notes the time.     2. At the end of each step the ranks tell each other, in one exchange
-of eight bytes on the host, whether any of them has such a note: all see it in the same step, whoever was signalled.
+of 24 bytes on the host, whether any of them has such a note: all see it in the same step, whoever was signalled.
 3. Every rank saves.     4. Every rank leaves, by SystemExit or by Preempted.
 From the note on a watch thread ends the process when the time is over: what was saved before stands.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -23,12 +22,17 @@ import torch.distributed as dist
 from torch import nn
 
 from zeor.checkpoint import training
+from zeor.checkpoint.background import raise_first, saver_of, words_of
+from zeor.checkpoint.contents import Contents
+from zeor.checkpoint.progress import log
+from zeor.checkpoint.save import Run, add_extra
 from zeor.checkpoint.urls import Place
+from zeor.comm.agree import exchange
 from zeor.comm.stuck import explain
 
-TOO_LATE = 1  # the exit code when the time was over
+AnySignal = str | int  # its name or number
 
-log = logging.getLogger("zeor")
+TOO_LATE = 1  # the exit code when the time was over
 
 
 class Preempted(Exception):
@@ -46,27 +50,51 @@ class What:
     folder: str | os.PathLike[str]
     model: nn.Module
     optimizer: Any
-    extra: Mapping[str, Any]
+    extra: Mapping[str, Any] | None
     data: Any
     keep: int | None
+
+    def check(self, run: Run) -> None:
+        """Raise what a save would, now. A loader's state_dict() is not called: torchdata's begins an epoch then."""
+        training.checked("zeor.preempt", self.folder, self.extra, self.data, self.keep)
+        add_extra(Contents(), run, self.extra or {})
 
 
 class Preemption:
     """See zeor.preempt. Made armed; `close()`, or the end of a `with`, gives the signals back."""
 
-    def __init__(self, what: What, signals: Iterable[str | int], within: float | None, exit_code: int | None) -> None:
-        self._what, self._mesh = what, training.run_of(what.model, what.optimizer).mesh
-        self._signals, self._within, self._exit_code = [_signal(each) for each in signals], within, exit_code
+    def __init__(
+        self, what: What, signals: AnySignal | Iterable[AnySignal], within: float | None, exit_code: int | None
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
+        run = training.run_of(what.model, what.optimizer)
+        self._what, self._mesh, self._within, self._exit_code = what, run.mesh, within, exit_code
         self._before: dict[signal.Signals, Any] = {}
         self._noted: float | None = None  # when the signal came, by time.monotonic()
         self._over: threading.Event | None = None  # of the watch
         self._saved = False
-        self._arm()
+        self._arm(self._checked(run, signals))
 
-    def _arm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
-        for each in self._signals:
+    def _checked(self, run: Run, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
+        """The signals. What is wrong on one rank is raised on all: none trains on with others that have gone."""
+        found: list[signal.Signals] = []
+        error: Exception | None = None
+        try:
+            if self._within is not None and not self._within > 0:
+                raise ValueError(f"zeor.preempt(within={self._within!r}): give seconds, more than 0, or None.")
+            found = _signals(signals)
+            self._what.check(run)
+        except Exception as failure:
+            error = failure
+        texts = exchange(run.mesh, words_of(error), "agreement on the arguments of zeor.preempt")
+        if error is not None:
+            raise error
+        raise_first(texts)
+        return found
+
+    def _arm(self, signals: Iterable[signal.Signals]) -> None:
+        for each in signals:
             self._before[each] = signal.signal(each, self._note)
 
     def close(self) -> None:
@@ -94,14 +122,17 @@ class Preemption:
     def check(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """At the end of every step, on every rank: `step` is how many are done. Returns at once, unless some rank was
         told to stop; then it saves and does not return. `extra` is added to what zeor.preempt was given."""
-        waited = self._agree()
+        training.check_step("check", step)
+        training.check_extra("check", extra)
+        waited = self._agree(step)
         if waited is None:
             return
         if self._noted is None:  # another rank was told, that long ago
             self._noted = time.monotonic() - waited
             self._watch()
-        log.warning("zeor: told to stop; saving step %d.", step)
-        what, both = self._what, {**self._what.extra, **(extra or {})}
+        log.warning("told to stop; saving step %d.", step)
+        what, both = self._what, {**(self._what.extra or {}), **(extra or {})}
+        saver_of(training.run_of(what.model, what.optimizer)).pass_over_last(step)
         path = training.save(
             what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep
         )
@@ -110,20 +141,26 @@ class Preemption:
             self.close()
             raise Preempted(path, step)
         # The signals stay ours: one more of them must not break off what the program does on its way out.
-        log.warning("zeor: step %d is saved in %s; leaving.", step, path)
+        log.warning("step %d is saved in %s; leaving.", step, path)
         sys.exit(self._exit_code)
 
-    def _agree(self) -> float | None:
-        """Seconds since the first signal on any rank; None: there was none. The same on every rank."""
+    def _agree(self, step: int) -> float | None:
+        """Seconds since the first signal on any rank; None: there was none. The same on every rank. Steps that differ
+        are refused here, long before a save would have to."""
         waited = 0.0 if self._noted is None else max(time.monotonic() - self._noted, 1e-6)
         mesh = self._mesh
         if mesh.world > 1:
-            longest = torch.tensor([waited], dtype=torch.float64)
+            most = torch.tensor([waited, step, -step], dtype=torch.float64)
             try:
-                dist.all_reduce(longest, dist.ReduceOp.MAX, group=mesh.control)
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.control)
             except RuntimeError as error:
                 raise explain(mesh, "agreement on whether to stop", error) from error
-            waited = longest.item()
+            waited, largest, least = most.tolist()
+            if largest != -least:
+                raise ValueError(
+                    f"The ranks check different steps, from step={-least:.0f} to step={largest:.0f}; give the same one "
+                    "on every rank."
+                )
         return waited or None
 
     # ---- the time that is left
@@ -142,7 +179,7 @@ class Preemption:
             return
         if not self._saved:
             log.error(
-                "zeor: no checkpoint within %g s of the signal; leaving without it. Earlier ones are as they were.",
+                "no checkpoint within %g s of the signal; leaving without it. Earlier ones are as they were.",
                 self._within,
             )
         sys.stdout.flush()
@@ -158,7 +195,7 @@ def preempt(
     extra: Mapping[str, Any] | None = None,
     data: Any = None,
     keep: int | None = 3,
-    signals: Iterable[str | int] = ("SIGTERM",),
+    signals: AnySignal | Iterable[AnySignal] = "SIGTERM",
     within: float | None = None,
     exit_code: int | None = 0,
 ) -> Preemption:
@@ -169,22 +206,34 @@ def preempt(
             ...
             stop.check(step)  # the end of a step
 
-    check() costs one exchange of eight bytes between the hosts. When any rank was signalled, all of them save as
+    check() costs one exchange of 24 bytes between the hosts. When any rank was signalled, all of them save as
     zeor.save does and leave after the same step.
 
-    signals     those that mean stop; ("SIGTERM", "SIGUSR1") for SLURM with --signal=USR1@120. They take the place of
-                earlier handlers until close().
+    signals     that, or those, that mean stop; ("SIGTERM", "SIGUSR1") for SLURM with --signal=USR1@120. They take the
+                place of earlier handlers until close().
     within      seconds from the signal to the exit; None: as long as it takes. A step or a save that lasts longer ends
                 the process with exit code 1, and the checkpoints of before stand.
     exit_code   of the processes; None: raise zeor.Preempted on every rank instead of leaving.
     """
-    if within is not None and not within > 0:
-        raise ValueError(f"zeor.preempt(within={within!r}): give seconds, more than 0, or None.")
-    return Preemption(What(folder, model, optimizer, dict(extra or {}), data, keep), signals, within, exit_code)
+    if isinstance(extra, Mapping):
+        extra = dict(extra)  # as it is now
+    return Preemption(What(folder, model, optimizer, extra, data, keep), signals, within, exit_code)
 
 
-def _signal(given: str | int) -> signal.Signals:
+def _signals(given: Any) -> list[signal.Signals]:
+    """Each once, from one of them or many."""
+    many = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    return list(dict.fromkeys(_signal(each) for each in many))
+
+
+def _signal(given: Any) -> signal.Signals:
     try:
-        return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+        found = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
     except (KeyError, ValueError):
         raise ValueError(f"zeor.preempt(signals=...): {given!r} is no signal; give names such as 'SIGTERM'.") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(
+            f"zeor.preempt(signals=...): {found.name} ends or stops a process without asking it; give one that can be "
+            "handled, such as 'SIGTERM'."
+        )
+    return found

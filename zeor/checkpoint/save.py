@@ -22,6 +22,7 @@ from zeor.checkpoint import hosts
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.disk import DISK, Disk
 from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored, parse
+from zeor.checkpoint.progress import log
 from zeor.checkpoint.store import clean, disk_of
 from zeor.checkpoint.urls import Place
 from zeor.checkpoint.writer import write_file
@@ -67,16 +68,22 @@ def collect(run: Run, extra: Mapping[str, Any] | None, data: Any) -> Contents:
     parts.add_rng(found, rank, run.mesh.device)
     if data is not None:
         found.values["data"] = found.encode(parts.EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
-    plain_extra = {}
-    for key, value in (extra or {}).items():
+    add_extra(found, run, extra or {})
+    if rank == 0:
+        found.values["model"] = _model(run)
+    return found
+
+
+def add_extra(found: Contents, run: Run, extra: Mapping[str, Any]) -> None:
+    """Every rank's part of the averages in it, and rank 0's of the rest."""
+    rank, plain_extra = run.mesh.rank, {}
+    for key, value in extra.items():
         if isinstance(value, EMA):
             plain_extra[key] = parts.add_average(found, key, value, run.engine, run.names)
         elif rank == 0:
             plain_extra[key] = parts.state_of_object(value, f"extra[{key!r}]")
     if rank == 0:
         found.values["extra"] = found.encode(parts.EXTRA, "extra", plain_extra)
-        found.values["model"] = _model(run)
-    return found
 
 
 def _model(run: Run) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
     try:
         clean(disk, folder, keep, new)
     except OSError as error:
-        parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
+        log.warning("an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
 def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]]) -> Manifest:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.checkpoint import load as loading
-from zeor.checkpoint.background import Saving, Target, saver_of
+from zeor.checkpoint.background import Content, Saving, Target, saver_of
 from zeor.checkpoint.errors import lost_peers
 from zeor.checkpoint.load import Loaded
 from zeor.checkpoint.save import Run
@@ -83,17 +83,49 @@ def save(
     process group). busy: what a save does while the one before is under way, "wait" for it or "raise". Where host
     memory is too short for the copy, the checkpoint is written at once, with a warning.
     """
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"zeor.save(step={step!r}): give the number of steps taken, 0 or more.")
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"zeor.save(keep={keep!r}): give how many checkpoints stay, at least 1, or None for all.")
-    if busy not in ("wait", "raise"):
-        raise ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'.")
     run = run_of(model, optimizer)
-    content = {"extra": extra, "data": data}
-    target = Target(place_of(folder), step, keep)
-    with lost_peers(run.mesh, *target.lost_words):
-        return saver_of(run).save(run, content, target, later=asynchronous, refuse=busy == "raise")
+    content = _content(folder, step, extra, data, keep)
+    if busy not in ("wait", "raise"):
+        content = content._replace(error=ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'."))
+    with lost_peers(run.mesh, *content.target.lost_words):
+        return saver_of(run).save(run, content, later=asynchronous, refuse=busy == "raise")
+
+
+def _content(folder: Any, step: Any, extra: Any, data: Any, keep: Any) -> Content:
+    """What is wrong with it is told to the other ranks first, then raised: they wait to hear of it."""
+    try:
+        check_step("zeor.save", step)
+        return Content(Target(checked("zeor.save", folder, extra, data, keep), step, keep), extra, data, None)
+    except Exception as error:
+        return Content(Target(folder, step, keep), extra, data, error)
+
+
+def check_step(who: str, step: Any) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"{who}(step={step!r}): give the number of steps taken, 0 or more.")
+
+
+def checked(who: str, folder: Any, extra: Any, data: Any, keep: Any) -> Place:
+    """Where the folder is; ValueError where no checkpoint could be made of these. `who` was given them."""
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"{who}(keep={keep!r}): give how many checkpoints stay, at least 1, or None for all.")
+    check_extra(who, extra)
+    if data is not None and not hasattr(data, "state_dict") and not isinstance(data, Mapping):
+        raise ValueError(f"{who}(data=...): {type(data).__name__} has no state_dict(); give a loader that has one.")
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ValueError(f"{who}(folder={folder!r}): give a path or a URL.")
+    try:
+        named = b"\0" not in os.fsencode(folder)
+    except UnicodeError:  # a lone surrogate
+        named = False
+    if not named:
+        raise ValueError(f"{who}(folder={os.fspath(folder)!r}): no folder can have that name; give another.")
+    return place_of(folder)
+
+
+def check_extra(who: str, extra: Any) -> None:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ValueError(f"{who}(extra=...): {type(extra).__name__} has no names; give a dict of what to save by name.")
 
 
 def load(
