@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import pickle
@@ -21,7 +22,7 @@ from tests.checkpoint.test_pretrained import tied
 from tests.checkpoint.test_reshard import everything
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.training import load
-from zeor.tools import cli
+from zeor.tools import cli, unpickle
 from zeor.tools.importing import import_checkpoint
 
 STEPS = 3
@@ -176,6 +177,32 @@ def test_a_dcp_checkpoint_of_fsdp2_resumes_at_another_world(ranks, tmp_path: Pat
         assert torch.equal(at_load[name], value.to(at_load[name].dtype)), name
 
 
+def save_numbered_dcp(root: str, state: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, checkpoint_id=root)  # equal on both ranks, so each writes every other tensor
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_dcp_checkpoint_whose_optimizer_numbers_its_parameters_resumes(ranks, tmp_path: Path, groups: bool) -> None:
+    model, optimizer = trained(groups)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": STEPS}
+    ranks(save_numbered_dcp, 2, str(tmp_path / "dcp"), state)
+    arguments = ["import", "--from", "dcp", str(tmp_path / "dcp"), str(tmp_path / "out"), "--allow-pickle"]
+    if groups:
+        names = {id(param): name for name, param in model.named_parameters()}
+        order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+        (tmp_path / "names").write_text("\n".join(order))
+        arguments += ["--names", str(tmp_path / "names")]
+    assert cli.main(arguments) == 0
+    step, at_load, _, settings = resume(str(tmp_path / "out"), 3, groups)
+    right = whole(model, optimizer)
+    assert step == STEPS and at_load.keys() == right.keys()
+    for name, value in right.items():
+        assert torch.equal(at_load[name], value.to(at_load[name].dtype)), name
+    assert settings == [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+
+
 # ---- DeepSpeed: files of its structure, as version 0.19 writes them
 
 
@@ -297,7 +324,42 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, capsys: Any, monkeypatch: p
 def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "junk.pt").write_bytes(b"junk")
     torch.save([1, 2], tmp_path / "list.pt")
-    for name, sentence in (("junk.pt", r"junk\.pt"), ("list.pt", "no state dict of a model"), ("no.pt", "not exist")):
+    no_file = r"junk\.pt is no PyTorch file, or is damaged: it is not what torch\.save writes\.$"
+    for name, sentence in (("junk.pt", no_file), ("list.pt", "no state dict of a model"), ("no.pt", "not exist")):
         with pytest.raises(CheckpointError, match=sentence):
             import_checkpoint("torch", tmp_path / name, tmp_path / "out", allow_pickle=True)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_damaged_file_is_told_from_one_that_is_refused(tmp_path: Path, allow: bool) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "new.pt")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "new.pt").read_bytes()[:-30])
+    (tmp_path / "junk.pt").write_bytes(b"\x80\x02e junk")
+    (tmp_path / "text.pt").write_text("the quick brown fox")
+    (tmp_path / "empty.pt").touch()
+    for name in ("cut.pt", "junk.pt", "text.pt", "empty.pt"):
+        for given in (tmp_path / name, io.BytesIO((tmp_path / name).read_bytes())):
+            with pytest.raises(unpickle.Refused, match=f"^{name} is no PyTorch file, or is damaged"):
+                unpickle.read_torch(given, name, allow)
+    for name in ("new.pt", "old.pt"):
+        assert torch.equal(unpickle.read_torch(tmp_path / name, name, allow)["weight"], torch.ones(2))
+    for zipped in (False, True):
+        torch.save({"evil": Evil(tmp_path / "made"), "n": 3}, tmp_path / "e.pt", _use_new_zipfile_serialization=zipped)
+        for given in (tmp_path / "e.pt", io.BytesIO((tmp_path / "e.pt").read_bytes())):
+            if allow:
+                assert unpickle.read_torch(given, "e.pt", allow)["n"] == 3
+            else:
+                with pytest.raises(unpickle.Refused, match="safe loader refuses"):
+                    unpickle.read_torch(given, "e.pt", allow)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_url_is_no_place_for_an_import(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(loops.net().state_dict(), "model.pt")
+    assert cli.main(["import", "--from", "torch", "model.pt", "memory://runs/one"]) == 1
+    told = "zeor import writes a local folder, and 'memory://runs/one' is a URL; give a folder of this machine"
+    assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]

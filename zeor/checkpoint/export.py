@@ -1,6 +1,7 @@
 """export(): plain Hugging Face style safetensors out of a live model or a checkpoint, never held whole by anyone.
 
-1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before.
+1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before. What
+   is wrong on one rank is told on all.
 2. Rank 0 makes a hidden folder beside `out` (outfiles.py).
 3. Values stream through: parameter by parameter from a sharded model (runtime/stream.py), range by range from a
    checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
@@ -27,7 +28,8 @@ from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
 from zeor.checkpoint.modelconfig import config_texts
-from zeor.checkpoint.outfiles import OutFiles, Planned, parse_size
+from zeor.checkpoint.opening import raise_first
+from zeor.checkpoint.outfiles import OutFiles, Planned, local_folder, parse_size
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, need, read_all
 from zeor.checkpoint.store import find
@@ -51,11 +53,10 @@ Values = Iterator[tuple[str, Tensor, int]]  # name, elements, and the first of t
 class Export:
     """What is written, and where its values come from, on one rank."""
 
-    mesh: Mesh
     planned: list[Planned]
     values: Callable[[], Values]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
-    model: Any = None
+    texts: dict[str, str] = field(default_factory=dict)  # files beside the tensors, by name
 
 
 def export(
@@ -71,25 +72,47 @@ def export(
     (one process, no process group). Returns the folder.
 
     Names are those of the state dict, tied parameters once, persistent buffers included; values are the masters', in
-    each parameter's own dtype. `out` is a new or empty folder: it appears whole, by one rename, or not at all.
+    each parameter's own dtype. `out` is a new or empty local folder: it appears whole, by one rename, or not at all.
 
     dtype           "bf16", "fp16", "fp32" or a torch.dtype, for everything in floating point.
     max_file        where to begin another file; with several there is an index.
     trainable_only  what requires gradients alone: adapters.
     config          a folder with a config.json, or a config, to go beside the weights; None takes model.config.
     """
-    wanted, max_nbytes, folder = _dtype_of(dtype), parse_size(max_file), Path(out)
-    if isinstance(source, nn.Module):
-        this = _from_model(unwrapped(source), wanted, trainable_only, max_nbytes)
-    elif isinstance(source, (str, os.PathLike)):
-        this = _from_checkpoint(place_of(source), wanted, trainable_only)
-    else:
+    if not isinstance(source, (nn.Module, str, os.PathLike)):
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
-    if not this.planned:
-        raise ValueError("zeor.export: there is nothing to write; no parameter trains (trainable_only=True).")
-    texts = config_texts(this.model, config, [tensor.dtype for tensor in this.planned])
-    _write(this, folder, max_nbytes, texts)
+    model = unwrapped(source) if isinstance(source, nn.Module) else None
+    mesh = _mesh_of(model)
+
+    def prepare() -> tuple[Export, Path, int]:
+        folder, wanted, max_nbytes = local_folder(out, "zeor.export"), _dtype_of(dtype), parse_size(max_file)
+        if model is not None:
+            this = _from_model(model, wanted, trainable_only, max_nbytes)
+        else:
+            this = _from_checkpoint(place_of(source), wanted, trainable_only)  # type: ignore[arg-type]
+        if not this.planned:
+            raise ValueError("zeor.export: there is nothing to write; no parameter trains (trainable_only=True).")
+        this.texts = config_texts(model, config, [tensor.dtype for tensor in this.planned])
+        return this, folder, max_nbytes
+
+    this, folder, max_nbytes = _everywhere(mesh, prepare, "exchange about what an export writes")
+    _write(mesh, this, folder, max_nbytes)
     return folder
+
+
+def _everywhere(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
+    """What every rank does. One that fails raises its own error, and the others say what it was and where."""
+    result, failed, told = None, None, ""
+    try:
+        result = do()
+    except Exception as error:  # whatever it is (a config may raise anything), the other ranks must hear it
+        failed = error
+        told = str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}"
+    everyone = exchange(mesh, told, label)
+    if failed is not None:
+        raise failed
+    raise_first(everyone)
+    return result
 
 
 def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -102,20 +125,18 @@ def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
 # ---- writing
 
 
-def _write(this: Export, out: Path, max_nbytes: int, texts: Mapping[str, str]) -> None:
+def _write(mesh: Mesh, this: Export, out: Path, max_nbytes: int) -> None:
     """Steps 2 to 4 of the module's docstring."""
     files: OutFiles | None = None
     problem = ""
-    if this.mesh.rank == 0:
-        problem = _occupied(out)
-        if not problem:
-            files = OutFiles(out, this.planned, max_nbytes, {**this.aliases, "format": "pt"})
-            problem = _attempt(files.begin, out)
-    _agree(this.mesh, problem, "beginning of an export", files)
+    if mesh.rank == 0:
+        files = OutFiles(out, this.planned, max_nbytes, {**this.aliases, "format": "pt"})
+        problem = _attempt(lambda: _check_free(out), out) or _attempt(files.begin, out)
+    _agree(mesh, problem, "beginning of an export", files)
     problem = _attempt(lambda: _stream(this, files), out)
     if files is not None and not problem:
-        problem = _attempt(lambda: _end(files, texts), out)
-    _agree(this.mesh, problem, "end of an export", files)
+        problem = _attempt(lambda: _end(files, this.texts), out)
+    _agree(mesh, problem, "end of an export", files)
 
 
 def _stream(this: Export, files: OutFiles | None) -> None:
@@ -138,22 +159,24 @@ def _end(files: OutFiles, texts: Mapping[str, str]) -> None:
     files.commit()
 
 
-def _occupied(out: Path) -> str:
+def _check_free(out: Path) -> None:
     if out.is_dir() and not any(out.iterdir()):
-        return ""
+        return
     if os.path.lexists(out):
-        return f"{out} exists already; zeor.export writes a new folder, so give another name or remove it."
-    return ""
+        raise CheckpointError(
+            f"{out} exists already; zeor.export writes a new folder, so give another name or remove it."
+        )
 
 
 def _attempt(do: Callable[[], None], out: Path) -> str:
     """Nothing, or what failed."""
     try:
         do()
-    except OSError as error:
-        return f"The export to {out} could not be written: {error.strerror or error}. Nothing of it is visible."
     except CheckpointError as error:
         return str(error)
+    except (OSError, ValueError) as error:  # the second of a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        return f"The export to {out} could not be written: {reason}. Nothing of it is visible."
     return ""
 
 
@@ -199,14 +222,17 @@ def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bo
     planned = [
         Planned(names[id(t.tensor)], _target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets
     ]
-    mesh = state.engine.mesh if state is not None else _plain_mesh(model)
     values = lambda: _model_values(state, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
-    return Export(mesh, planned, values, aliases, model)
+    return Export(planned, values, aliases)
 
 
-def _plain_mesh(model: nn.Module) -> Mesh:
-    """Of a model nobody shards (a drop-in optimizer leaves it plain): rank 0 of the process group writes."""
-    if not dist.is_initialized():
+def _mesh_of(model: nn.Module | None) -> Mesh:
+    """Who exports: the ranks of a sharded model, those of the process group with a model nobody shards (a drop-in
+    optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
+    state = vars(model).get(ATTRIBUTE) if model is not None else None
+    if state is not None:
+        return state.engine.mesh
+    if model is None or not dist.is_initialized():
         return Mesh(rank=0, world=1, device=torch.device("cpu"))
     plan = Plan()
     return make_mesh(None, devices.device_of(model), plan.deterministic, plan.timeout)
@@ -250,8 +276,7 @@ def _from_checkpoint(path: Place, wanted: torch.dtype | None, trainable_only: bo
     written = {tensor.name for tensor in stored}
     aliases = manifest.state.get("aliases")
     kept = {str(o): str(n) for o, n in aliases.items() if n in written} if isinstance(aliases, dict) else {}
-    mesh = Mesh(rank=0, world=1, device=torch.device("cpu"))
-    return Export(mesh, planned, lambda: _stored_values(path, manifest, stored), kept)
+    return Export(planned, lambda: _stored_values(path, manifest, stored), kept)
 
 
 def _told(manifest: Manifest) -> dict[str, dict[str, Any]]:

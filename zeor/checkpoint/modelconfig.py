@@ -43,9 +43,10 @@ def _generation(model: Any) -> Any:
 
 
 def _copied(path: Path) -> dict[str, str]:
-    folder = path if path.is_dir() else path.parent
-    file = path / NAME if path.is_dir() else path
+    file = path
     try:
+        folder = path if path.is_dir() else path.parent
+        file = folder / NAME if folder is path else path
         texts = {NAME: file.read_text()}
         if (folder / GENERATION).is_file():
             texts[GENERATION] = (folder / GENERATION).read_text()

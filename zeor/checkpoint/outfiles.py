@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import secrets
 from collections import deque
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from zeor.checkpoint.commit import remove_tree
 from zeor.checkpoint.disk import DISK, Disk
+from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.folder import INDEX, WHOLE
 from zeor.checkpoint.tensorfile import DTYPES
+from zeor.checkpoint.urls import place_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -50,6 +53,17 @@ class Place(NamedTuple):
     file: str
     position: int  # of its first byte in the file
     planned: Planned
+
+
+def local_folder(out: str | os.PathLike[str], who: str) -> Path:
+    """`out` as a path; a URL would be taken for the name of a folder here."""
+    text = os.fspath(out)
+    scheme, found, _ = text.partition("://")
+    if found and scheme not in ("file", "local"):
+        raise CheckpointError(
+            f"{who} writes a local folder, and {text!r} is a URL; give a folder of this machine and copy it from there."
+        )
+    return Path(place_of(text))
 
 
 def parse_size(size: int | str) -> int:
@@ -174,5 +188,5 @@ class OutFiles:
             with contextlib.suppress(OSError):
                 self._disk.close(fd)
         self._fds.clear()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: of a name that no file can have
             remove_tree(self._disk, self._writing)

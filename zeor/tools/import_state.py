@@ -116,6 +116,8 @@ def _add_optimizer(found: Foreign, optimizer: Mapping[str, Any], names: Sequence
     state = dict(enumerate(given)) if isinstance(given, list) else given
     for key, entries in state.items():
         name = by_id.get(key)
+        if name is None and isinstance(key, str) and key.isdecimal():
+            name = by_id.get(int(key))  # DCP writes every key as text
         if name is None:
             raise CheckpointError(f"{where} holds optimizer state of {str(key)[:80]!r}, which is in no group.")
         found.state[name] = dict(entries)

@@ -19,6 +19,7 @@ from typing import Any
 
 from zeor.checkpoint import plain
 from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.outfiles import local_folder
 from zeor.checkpoint.tensorfile import Entry, read_header
 from zeor.tools import import_deepspeed, import_state
 from zeor.tools.foreign import Foreign, Value, value_of, write
@@ -40,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-pickle."
     )
     parser.add_argument("source", type=Path, help="a file of torch.save, or the folder of DeepSpeed or DCP")
-    parser.add_argument("out", type=Path, help="a folder of checkpoints, as zeor.save's")
+    parser.add_argument("out", help="a local folder of checkpoints, as zeor.save's")
     parser.add_argument(
         "--from", dest="kind", choices=KINDS, required=True,
         help="torch: a state dict, alone or with an optimizer's; deepspeed: ZeRO stages 1 to 3; dcp: FSDP2's",
     )  # fmt: skip
     parser.add_argument("--allow-pickle", action="store_true", help="also read what torch's safe loader refuses")
     parser.add_argument("--optimizer", type=Path, help="torch: a file of its own with the optimizer's state dict")
-    parser.add_argument("--names", type=Path, help="torch: the names of the optimizer's parameters, one per line")
+    parser.add_argument("--names", type=Path, help="torch, dcp: the names of the optimizer's parameters, one per line")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: what the source says, or 0)")
 
 
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 def import_checkpoint(
     kind: str,
     source: Path,
-    out: Path,
+    out: str | os.PathLike[str],
     *,
     allow_pickle: bool = False,
     optimizer: Path | None = None,
@@ -79,17 +80,18 @@ def import_checkpoint(
     step: int | None = None,
 ) -> tuple[Path, Foreign]:
     """Where the new checkpoint is, and what was found."""
+    folder = local_folder(out, "zeor import")
     if not source.exists():
         raise CheckpointError(f"{source} does not exist, so there is nothing to import.")
     if step is not None and step < 0:
         raise CheckpointError(f"--step {step} is no step; give 0 or more.")
-    out.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".importing-", dir=out))  # beside the result: it takes as much room
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".importing-", dir=folder))  # beside the result: it takes as much room
     try:
         reader = _Reader(scratch, allow_pickle)
         found = _read(reader, kind, source, optimizer, names)
         found.step = found.step if step is None else step
-        return write(found, out, kind), found
+        return write(found, folder, kind), found
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -15,6 +15,7 @@ import math
 import pickle
 import re
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,10 @@ _KNOWN = {
     "_codecs": {"encode"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
 }
+
+
+_LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the number with which files began before they were zip files
+_LEGACY_NBYTES = 32  # where it lies
 
 
 class Refused(Exception):
@@ -102,7 +107,11 @@ def read_torch(path: Any, where: str, allow: bool) -> Any:
     """A file of torch.save: by the safe loader, or by the stand-ins where that refuses and the user allows it."""
     try:
         return _load(path, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:
+        if not _is_torch(path):
+            raise Refused(f"{where} is no PyTorch file, or is damaged: it is not what torch.save writes.") from error
+        if not isinstance(error, pickle.UnpicklingError):
+            raise
         if not allow:
             reason = re.search(r"(?:GLOBAL|Unsupported \w+) ([\w.]+)", str(error))
             raise Refused(
@@ -116,8 +125,22 @@ _GUARDED = SimpleNamespace(Unpickler=Unpickler, load=lambda file, **options: Unp
 _GUARDED.__name__ = "zeor.tools.unpickle"
 
 
+def _is_torch(path: Any) -> bool:
+    """A zip file with its end, or the format before: what is neither fails in the reader in many odd ways."""
+    if zipfile.is_zipfile(path):
+        return True
+    if isinstance(path, (str, Path)):
+        with open(path, "rb") as file:
+            start = file.read(_LEGACY_NBYTES)
+    else:
+        path.seek(0)
+        start = path.read(_LEGACY_NBYTES)
+    return _LEGACY in start
+
+
 def _load(path: Any, **options: Any) -> Any:
     if not isinstance(path, (str, Path)):
+        path.seek(0)  # it may have been read before
         return torch.load(path, map_location="cpu", **options)
     try:
         return torch.load(path, map_location="cpu", mmap=True, **options)
@@ -141,8 +164,9 @@ def read_dcp(folder: Path, allow: bool) -> Any:
     for index, info in metadata.storage_data.items():
         stored.setdefault(index.fqn, []).append((index, info))
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    told = metadata.state_dict_metadata  # by the rank that wrote it; the state dict's own order is that of the paths
     root: dict[Any, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in [(name, told[name]) for name in {**paths, **told} if name in told]:
         if name not in stored:
             raise Refused(f"{folder} does not say where {name!r} lies.")
         if hasattr(entry, "chunks"):
