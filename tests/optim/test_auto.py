@@ -3,13 +3,17 @@ once where more is used than was expected. None of it changes a bit."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import zeor
+from zeor.memory import host
 from zeor.memory.placement import Room, choose
 from zeor.optim import auto as automatic
 from zeor.runtime import places
@@ -211,3 +215,52 @@ def test_lanes_move_once_where_more_is_used_than_was_expected(what, monkeypatch)
     values, tiers = train(zeor.Offload(auto=True, device_budget=budget, chunk=CHUNK), steps=5)
     assert 1 <= tiers.count("host") < 6
     assert same(values, train(steps=5)[0])
+
+
+def test_ranks_of_one_host_share_its_memory_and_refuse_together(ranks):
+    def job(free: list[int], message: str) -> list[str]:
+        automatic.free_host_nbytes = lambda: free[dist.get_rank()]
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        try:
+            _, tiers = train(zeor.Offload(auto=True, device_budget=75_000, chunk=CHUNK), steps=2)
+        except ValueError as error:
+            assert message in str(error)
+            return []
+        finally:
+            automatic.free_host_nbytes = host.free_host_nbytes
+        return tiers
+
+    params = sum(p.numel() for p in model().parameters())
+    need = 10 * params  # of state, both ranks together
+    message = "The optimizer's state takes"
+    assert all("host" in tiers for tiers in ranks(job, 2, [int(1.2 * need)] * 2, ""))
+    assert ranks(job, 2, [int(0.7 * need)] * 2, message) == [[], []]  # each alone would have had room
+    assert ranks(job, 2, [int(1.2 * need), 100], message) == [[], []]  # and nobody waits for the other
+
+
+def test_a_folder_that_is_still_to_be_made(tmp_path):
+    params = sum(p.numel() for p in model().parameters())
+    spare = zeor.Offload(auto=True, device_budget=8 * params, host_budget=1, folder=str(tmp_path / "new"), chunk=CHUNK)
+    values, tiers = train(spare)
+    assert "disk" in tiers and same(values, train()[0])
+
+
+def test_windows_are_no_larger_than_what_passes_through():
+    assert "device" in train(zeor.Offload(auto=True, device_budget="100MiB"))[1]
+
+
+def test_a_master_that_is_kept_whole_stays_and_counts():
+    made = model()
+    params = sum(p.numel() for p in made.parameters())
+    budget = 14 * params + 3 * CHUNK * 10  # compute, gradients, master: 8 or 10, of 8 more some
+    offload = zeor.Offload(auto=True, device_budget=budget, chunk=CHUNK)
+    made, optimizer = zeor.shard(made, torch.optim.AdamW(made.parameters()), precision="fp16", offload=offload)
+    made(torch.ones(2, 40)).square().mean().backward()
+    optimizer.step()
+    lanes = [lane for unit in state_of(made).engine.units for lane in unit.lanes]
+    assert {lane.rest.tiers.master for lane in lanes} == {"device"} == {lane.master.own.tier for lane in lanes}
+    assert {lane.rest.tiers.moments for lane in lanes} == {"device", "host"}
+    with pytest.raises(ValueError, match="Compute and gradients alone take"):
+        few = zeor.Offload(auto=True, device_budget=8 * params, chunk=CHUNK)
+        other = model()
+        zeor.shard(other, torch.optim.AdamW(other.parameters()), precision="fp16", offload=few)

@@ -10,12 +10,15 @@ bit.
 from __future__ import annotations
 
 import logging
-import shutil
+import os
+import socket
 from typing import TYPE_CHECKING
 
 import torch
 
+from zeor.comm.agree import exchange
 from zeor.memory.device import DeviceMemory
+from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import free_host_nbytes
 from zeor.memory.placement import Room, choose, size
 from zeor.optim.moments import moment_count, moment_itemsize
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from zeor.optim.streaming import Streaming
 
 HOST_SHARE = 0.95  # of what is free there: the rest is the system's and the loader's
+DISK_SHARE = 0.98
 log = logging.getLogger("zeor")
 
 
@@ -40,10 +44,12 @@ class Auto:
         self._memory = DeviceMemory(engine.mesh.device)
         if isinstance(offload.device_budget, int):
             self._memory.limit(offload.device_budget)
-        self._steps = self._failures = 0
+        self._steps = 0
         self._moved = False
         self._failures = self._memory.failures()
-        self._refuse_hopeless()
+        self._sharing = self._ranks_here()
+        self._free_at_start = self._free_nbytes()
+        self._refuse_together()
 
     # ---- sizes
 
@@ -69,17 +75,39 @@ class Auto:
         return total
 
     def _window_nbytes(self) -> int:
-        return int(WINDOWS * self._chunk_numel * (self._moments + 2))
+        largest = max((lane.master.numel for lane in self._lanes if lane.master is not None), default=0)
+        return int(WINDOWS * min(self._chunk_numel, largest) * (self._moments + 2))
 
     def _fixed_nbytes(self) -> int:
-        """What the device must hold whatever is placed where: compute, and gradients between backward and step."""
+        """What the device must hold whatever is placed where: compute, gradients until the step, a whole master."""
         found = 0
         for lane in self._lanes:
             assert lane.grads is not None
             found += 0 if lane.rest.tiers.compute != "device" else lane.mine.nbytes
+            found += _wide_nbytes(lane)
             if not self._engine.plan.release and lane.grads.resting is None:
                 found += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize
         return found
+
+    def _ranks_here(self) -> int:
+        """How many ranks share this host's memory and disk."""
+        mesh = self._engine.mesh
+        if mesh.fake:
+            return 1
+        hosts = exchange(mesh, socket.gethostname(), "count of the ranks on each host")
+        return max(hosts.count(hosts[mesh.rank]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def _refuse_together(self) -> None:
+        """Where one rank cannot go on the others must not wait for it."""
+        problem = ""
+        try:
+            self._refuse_hopeless()
+        except ValueError as error:
+            problem = str(error)
+        mesh = self._engine.mesh
+        for rank, theirs in enumerate([problem] if mesh.fake else exchange(mesh, problem, "check of offload=auto")):
+            if theirs:
+                raise ValueError(problem or f"Rank {rank} cannot place its state: {theirs}")
 
     def _refuse_hopeless(self) -> None:
         """Before anything of the state is allocated."""
@@ -95,14 +123,20 @@ class Auto:
             )
         self._chosen(self._lanes, self._room(budget - fixed - self._window_nbytes()))
 
+    def _free_nbytes(self) -> tuple[int | None, int]:
+        """On the host (None: nobody knows) and on disk: this rank's share."""
+        host, folder = free_host_nbytes(), self._offload.folder
+        disk = 0 if folder is None else free_disk_nbytes(folder)
+        return None if host is None else host // self._sharing, disk // self._sharing
+
     def _room(self, device_nbytes: int) -> Room:
-        free = free_host_nbytes()
+        # Beside others what was free at the start is divided: by now some of it may be what they have taken.
+        free, disk = self._free_nbytes() if self._sharing == 1 else self._free_at_start
         resting = sum(map(_rested_nbytes, self._lanes))  # is part of what will be placed, and no longer free
         host = 1 << 62 if free is None else int(HOST_SHARE * free) + resting
         if isinstance(self._offload.host_budget, int):
             host = min(host, self._offload.host_budget)
-        disk = 0 if self._offload.folder is None else int(0.98 * shutil.disk_usage(self._offload.folder).free)
-        return Room(device_nbytes, host, disk)
+        return Room(device_nbytes, host, int(DISK_SHARE * disk))
 
     # ---- deciding
 
@@ -183,10 +217,11 @@ class Auto:
 
     def _place(self, lane: Lane, tier: str) -> None:
         assert lane.master is not None
-        lane.rest = lane.rest._replace(tiers=lane.rest.tiers._replace(master=tier, moments=tier))
-        if lane.master.remainder is not None and lane.master.remainder.tier != tier:
-            made = lane.rest
-            lane.master.move(lambda numel, dtype, what: made.make("master", numel, dtype, what))
+        lane.rest = made = lane.rest._replace(tiers=lane.rest.tiers._replace(moments=tier))
+        if lane.master.remainder is not None:  # a master that is kept whole stays: segments lie over it
+            lane.rest = made = made._replace(tiers=made.tiers._replace(master=tier))
+            if lane.master.remainder.tier != tier:
+                lane.master.move(lambda numel, dtype, what: made.make("master", numel, dtype, what))
         self._streaming.moments.move(lane)
 
     def _relieve(self, nbytes: int) -> None:
@@ -217,6 +252,12 @@ class Auto:
 def holes_nbytes(budget: int, limited: bool) -> int:
     """Left for what lies between the allocator's blocks; a limit counts what it keeps for later as well."""
     return int((0.04 if limited else 0.02) * budget)
+
+
+def _wide_nbytes(lane: Lane) -> int:
+    """Of a master beside compute, on the device."""
+    own = None if lane.master is None or lane.master.format != "wide" else lane.master.own
+    return 0 if own is None or own.away else own.nbytes
 
 
 def _held_nbytes(lane: Lane) -> int:

@@ -5,15 +5,15 @@ The same rule and the same margins; only what the first step's peak will be is p
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import torch
 
 from zeor.memory.device import DeviceMemory
+from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import free_host_nbytes
 from zeor.memory.placement import Room, choose
-from zeor.optim.auto import HOST_SHARE, holes_nbytes
+from zeor.optim.auto import DISK_SHARE, HOST_SHARE, holes_nbytes
 from zeor.optim.moments import moment_itemsize
 from zeor.optim.windows import WINDOWS
 from zeor.plan import Offload
@@ -25,7 +25,7 @@ from zeor.planner.peaks import (
     first_update,
     gathered_nbytes,
 )
-from zeor.planner.rests import PlannedLane, moved, rounded_nbytes
+from zeor.planner.rests import Array, PlannedLane, moved, rounded_nbytes
 from zeor.runtime.places import crowds
 
 
@@ -35,9 +35,10 @@ def place(model: Model) -> Model:
     assert offload is not None
     budget, host_nbytes = _budgets(offload)
     lanes = [lane for lane in model.flat if lane.updates]
-    window = int(WINDOWS * model.setting.chunk * (_moments(model) + 2))
+    largest = max((lane.held(lane.setting.column.update) for lane in lanes), default=0)
+    window = int(WINDOWS * min(model.setting.chunk, largest) * (_moments(model) + 2))
     free = budget - _used_nbytes(model) - window - _margin(model, budget)
-    disk = 0 if offload.folder is None else int(0.98 * shutil.disk_usage(offload.folder).free)
+    disk = 0 if offload.folder is None else int(DISK_SHARE * free_disk_nbytes(offload.folder))
     room = Room(free, host_nbytes, disk)
     chosen = choose([_need(model, lane) for lane in lanes], room, spread=model.setting.plan.release)
     tiers = dict(zip(map(id, lanes), chosen))
@@ -92,7 +93,11 @@ def _used_nbytes(model: Model) -> int:
     """What the first step will have needed when state is placed, without state."""
     compute = [a for a in model.arrays() if a.tier == "device" and a.role in ("compute", "lagging")]
     buffered = [a for a in model.arrays() if a.role == "grad" and model.setting.column.grad_buffer]
-    used = rounded_nbytes(compute + buffered) + model.buffers_nbytes + gathered_nbytes(model)
+    whole = [
+        Array("master", "device", (lane.held(lane.setting.column.update) * lane.master_itemsize,))
+        for lane in model.flat if lane.updates and lane.master_itemsize > 2 and lane.tiers.master == "device"
+    ]  # fmt: skip
+    used = rounded_nbytes(compute + whole + buffered) + model.buffers_nbytes + gathered_nbytes(model)
     used += WORKSPACE_NBYTES if model.setting.native else 0
     return used + computing_nbytes(model, 0, first_update(model))
 

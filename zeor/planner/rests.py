@@ -231,8 +231,9 @@ def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[P
 
 
 def moved(lane: PlannedLane, tier: str) -> PlannedLane:
-    """With its state on this tier."""
-    return replace(lane, tiers=lane.tiers._replace(master=tier, moments=tier))
+    """With its state on this tier; a master that is kept whole stays."""
+    master = tier if lane.master_itemsize == 2 else lane.tiers.master
+    return replace(lane, tiers=lane.tiers._replace(master=master, moments=tier))
 
 
 def fullest_rank(lanes: Sequence[PlannedLane], world: int) -> int:

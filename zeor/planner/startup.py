@@ -42,11 +42,18 @@ def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) ->
 def _make_visible() -> None:
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("zeor: %(message)s"))
+        handler.setFormatter(_Formatter())
         log.addHandler(handler)
         log.propagate = False
         if log.level == logging.NOTSET:
             log.setLevel(logging.INFO)
+
+
+class _Formatter(logging.Formatter):
+    """zeor: once, also before a sentence that says so itself, as it must where others show it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "zeor: " + super().format(record).removeprefix("zeor: ")
 
 
 def _dtypes(engine: Engine) -> str:
