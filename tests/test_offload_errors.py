@@ -20,6 +20,12 @@ from zeor import Offload
 from zeor.memory import folders
 from zeor.plan import Plan
 
+NEEDS_A_FOLDER = (
+    "Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...); only offload='disk' has "
+    "one by itself, ZEOR_OFFLOAD_FOLDER or zeor-offload in the current directory."
+)
+ONLY_AUTO = "is kept by auto=True alone, and here the places are fixed; give auto=True, or leave the budget out."
+BY_AUTO = "names a place, but auto=True places moments and master by what is free; leave one of them out."
 OFFLOADS: list[tuple[dict[str, Any], str]] = [
     (
         {"moments": "hos"},
@@ -44,11 +50,11 @@ OFFLOADS: list[tuple[dict[str, Any], str]] = [
     ({"moments": None}, "Offload.moments=None: None is not a tier; use one of ['device', 'host', 'disk']."),
     (
         {"moments": "disk"},
-        "Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...).",
+        NEEDS_A_FOLDER,
     ),
     (
         {"grads": {"device": 0.5, "disk": 0.5}},
-        "Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...).",
+        NEEDS_A_FOLDER,
     ),
     ({"update": "hots"}, "Offload.update='hots' is not known, did you mean 'host'?; use one of ['device', 'host']."),
     (
@@ -60,6 +66,59 @@ OFFLOADS: list[tuple[dict[str, Any], str]] = [
     ({"chunk": 0}, "Offload.chunk=0; give a whole number of at least 1."),
     ({"chunk": 1000}, "Offload.chunk=1000; give a multiple of 256 elements."),
     ({"threads": 0.5}, "Offload.threads=0.5; give a whole number of at least 1."),
+    *[
+        (
+            {"moments": value},
+            f"Offload.moments={value!r}: {tier!r} is not a tier{hint}; use one of ['device', 'host', 'disk'].",
+        )
+        for value, tier, hint in [
+            (["host"], ["host"], ", did you mean 'host'?"),
+            (("host",), ("host",), ", did you mean 'host'?"),
+            (("hi",), ("hi",), ""),
+            (({}, 1), ({}, 1), ""),
+            (((["host"], 1.0),), ["host"], ", did you mean 'host'?"),
+            ({3: 1.0}, 3, ""),
+        ]
+    ],
+    *[
+        ({"auto": True, name: value}, f"Offload.{name}={value!r}; give bytes, as a number or as text such as '40GiB'.")
+        for name in ("device_budget", "host_budget")
+        for value in (
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            "nan",
+            "inf",
+            "infGiB",
+            "1e400",
+            0.5,
+            "40iB",
+            "40BG",
+            "GB",
+        )
+    ],
+    *[
+        ({name: value}, f"Offload.{name}={value!r}; give True or False.")
+        for name in ("pin", "auto")
+        for value in ("no", "yes", 1, 0, None)
+    ],
+    ({"device_budget": 1000, "host_budget": 1000}, f"Offload.device_budget {ONLY_AUTO}"),
+    ({"moments": "host", "host_budget": "40GiB"}, f"Offload.host_budget {ONLY_AUTO}"),
+    *[
+        (
+            {"auto": True, "update": "host", **places},
+            "Offload.auto streams state through the device, which update='host' does not; leave one of them out, and "
+            "with update='host' name the places: moments='host', master='host'.",
+        )
+        for places in ({}, {"moments": "host", "master": "host"}, {"folder": "x"})
+    ],
+    ({"auto": True, "moments": "disk", "folder": "x"}, f"Offload.moments='disk' {BY_AUTO}"),
+    ({"auto": True, "moments": "disk"}, f"Offload.moments='disk' {BY_AUTO}"),
+    ({"auto": True, "master": "device"}, f"Offload.master='device' {BY_AUTO}"),
+    (
+        {"auto": True, "master": {"device": 0.5, "host": 0.5}},
+        f"Offload.master={{'device': 0.5, 'host': 0.5}} {BY_AUTO}",
+    ),
 ]
 
 
@@ -76,14 +135,10 @@ HOST_ALONE = (
 )
 PLANS: list[tuple[dict[str, Any], str]] = [
     (
-        {"offload": "disk"},
-        "offload='disk' needs a folder: offload=zeor.Offload('disk', 'disk', folder=...).",
-    ),
-    (
         {"offload": "hosts"},
-        "offload='hosts' is not known, did you mean 'host'?; use 'host', 'auto', a zeor.Offload, or None.",
+        "offload='hosts' is not known, did you mean 'host'?; use 'host', 'disk', 'auto', a zeor.Offload, or None.",
     ),
-    ({"offload": 3}, "offload=3 is not known; use 'host', 'auto', a zeor.Offload, or None."),
+    ({"offload": 3}, "offload=3 is not known; use 'host', 'disk', 'auto', a zeor.Offload, or None."),
     ({"moments": "int4"}, "moments='int4' is not known, did you mean 'int8'?; use one of ['exact', 'bf16', 'int8']."),
     ({"release": "yes"}, "release='yes'; give True or False."),
     ({"delay": 2}, "delay=2; an update is applied at once (0) or one step late (1)."),
@@ -110,6 +165,14 @@ PLANS: list[tuple[dict[str, Any], str]] = [
             f"Offload.compute is away, but at stage {stage} compute is whole; use stage=3.",
         )
         for stage in (0, 1, 2)
+    ],
+    *[
+        (
+            {"stage": stage, "offload": Offload(grads=place, folder="x")},
+            f"Offload.grads is away, but at stage {stage} gradients are whole; use stage=2 or 3.",
+        )
+        for stage in (0, 1)
+        for place in ("host", "disk", {"device": 0.5, "host": 0.5})
     ],
     ({"delay": 1, "offload": Offload(update="host")}, HOST_ALONE),
     ({"offload": Offload(update="host", moments="disk", folder="x")}, HOST_ALONE),
@@ -146,19 +209,45 @@ def test_a_field_that_is_not_there_is_named_with_the_nearest():
         ("512MiB", 512 << 20),
         ("7kb", 7000),
         ("100B", 100),
+        ("1TiB", 1 << 40),
+        ("2TB", 2 * 10**12),
+        ("40G", 40 << 30),
+        ("40GB", 40 * 10**9),
+        ("1.5M", 3 << 19),
+        ("8k", 8 << 10),
+        ("1 t", 1 << 40),
+        (2.5e9, 2_500_000_000),
     ],
 )
 def test_budgets_are_numbers_or_text(text, nbytes):
-    assert Offload(host_budget=text).host_budget == nbytes
+    assert Offload(auto=True, host_budget=text).host_budget == nbytes
+
+
+HALVES = {"host": 0.5, "device": 0.5}
 
 
 def test_ways_to_say_the_same():
     assert Plan.parse({"offload": "host"}).offload == Offload() == Offload.parse({"moments": "host"})
-    assert Plan.parse({"offload": "auto"}).offload == Offload(auto=True)
+    assert Plan.parse({"offload": "auto"}).offload == Offload(auto=True) == Offload("host", {"host": 1}, auto=True)
+    again = Offload(HALVES, HALVES)
+    assert Offload(again.moments, again.master) == again and again.moments == (("device", 0.5), ("host", 0.5))
+    assert [Plan.parse({"stage": stage, "offload": Offload(grads="host")}).stage for stage in (2, 3)] == [2, 3]
     assert Offload({"host": 1, "device": 0}) == Offload({"host": 1.0}) == Offload("host")
     assert Offload({"disk": 0.5, "device": 0.5}, folder="x").moments == (("device", 0.5), ("disk", 0.5))
     assert not Offload("device", "device").away and Offload().away
     assert not Plan().streams and Plan.parse({"offload": "host"}).streams and Plan(moments="int8").streams
+
+
+def test_disk_alone_is_the_folder_of_the_environment_or_one_in_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for value, folder in ((None, "zeor-offload"), ("", "zeor-offload"), ("a/b", "a/b"), (f"{tmp_path}/c", "c")):
+        if value is None:
+            monkeypatch.delenv("ZEOR_OFFLOAD_FOLDER", raising=False)
+        else:
+            monkeypatch.setenv("ZEOR_OFFLOAD_FOLDER", value)
+        wanted = Offload("disk", "disk", folder=tmp_path / folder)
+        assert Plan.parse({"offload": "disk"}).offload == wanted
+    assert list(tmp_path.iterdir()) == [], "nothing is made by asking"
 
 
 # ---- at shard()
@@ -256,3 +345,27 @@ def ranks_with_folders_of_their_own(folder: str) -> list[str]:
 
 def test_each_rank_may_have_a_disk_of_its_own(ranks, tmp_path):
     assert ranks(ranks_with_folders_of_their_own, 2, str(tmp_path)) == [["zeor-offload-"], ["zeor-offload-"]]
+
+
+def on_disk_alone(current: str, named: str | None) -> list[int]:
+    """How many arrays each sub-folder of the folder holds while a model trains, to the bits of one without offload."""
+    wanted = tiers.run(stage=2, precision="bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(current)
+        patch.delenv("ZEOR_OFFLOAD_FOLDER", raising=False)
+        if named is not None:
+            patch.setenv("ZEOR_OFFLOAD_FOLDER", named)
+        model, optimizers = tiers.made(stage=2, precision="bf16", offload="disk")
+    losses = [tiers.one_step(model, optimizers, step, "plain") for step in range(3)]
+    tiers.same({**tiers.left(model), "losses": torch.tensor(losses)}, wanted)
+    found = [len(list(each.glob("*.array"))) for each in Path(current, named or "zeor-offload").iterdir()]
+    dist.barrier()  # the other rank has looked too
+    return found
+
+
+@pytest.mark.parametrize(("named", "rest"), [(None, []), ("mine", ["mine"])])
+def test_disk_alone_trains_and_leaves_only_a_folder_that_was_named(ranks, tmp_path, named, rest):
+    for found in ranks(on_disk_alone, 2, str(tmp_path), named):
+        assert len(found) == 2 and all(found)
+    ranks(int, 2)  # by now what the ranks held is gone
+    assert [path.name for path in tmp_path.rglob("*")] == rest

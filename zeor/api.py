@@ -77,7 +77,7 @@ def shard(
     nonfinite="warn" what a step does about gradients with inf or nan: "warn", "raise", "skip" (the step, on every
                      rank), "ignore". Where the loop computes no norm, "raise" and "skip" cost a small exchange.
     timeout=600      seconds a collective may take before every rank raises.
-    offload=None     "host", "auto" or a zeor.Offload: where state rests for which the device has no room.
+    offload=None     "host", "disk", "auto" or a zeor.Offload: where state rests for which the device has no room.
     moments="exact"  how the optimizer's state is kept: "bf16" or "int8" (in blocks) take 4 or 2 bytes in place of 8.
     release=False    True: gradients are used and freed inside backward, unit by unit, so step() finds nothing left to
                      do; no clipping then. Accumulate with zeor.accumulate.

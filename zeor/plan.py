@@ -1,15 +1,18 @@
 """The plan: everything a user can choose about a sharded run, in frozen dataclasses.
 
-No JSON, no environment variables, no batch sizes. A plan is the same on every rank; `shard()`
-compares the ranks' plans and says which rank differs. This module knows no tensor and no group.
+No JSON, no batch sizes, no environment variables but for the folder of offload="disk". A plan is the same on every
+rank; `shard()` compares the ranks' plans and says which rank differs. This module knows no tensor and no group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +63,12 @@ class Precision:
 TIERS = ("device", "host", "disk")
 OFFLOADED = ("moments", "master", "grads", "compute")
 Share = tuple[tuple[str, float], ...]  # (tier, fraction of a role's bytes), in the order of TIERS
+FOLDER_VARIABLE, DEFAULT_FOLDER = "ZEOR_OFFLOAD_FOLDER", "zeor-offload"
+
+
+def default_folder() -> str:
+    """Of offload="disk". Not the system's folder for temporary files, which is often in memory."""
+    return str(Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser().absolute())
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,12 @@ class Offload:
 
     A role's place is one tier, or a mapping of fractions such as {"device": 0.5, "host": 0.5}, kept by whole lanes.
     moments: the optimizer's state. master: what beside compute makes the exact weights. grads: between backward and
-    step. compute: what forward reads (stage 3). auto: moments and master are placed by what is free, the device
-    filled first.
+    step (stages 2 and 3). compute: what forward reads (stage 3). auto: moments and master are placed by what is free,
+    the device filled first.
 
     update: where offloaded state is updated. "device" streams it through the accelerator, chunk by chunk, with the
     bits of a run without offload; "host" runs the stock optimizer on the CPU, and sends gradients down and weights up.
-    folder: of the disk tier. device_budget, host_budget: bytes, or text such as "40GiB"; None is what is free.
+    folder: of the disk tier. device_budget, host_budget, of auto: bytes, or text such as "40GiB"; None: what is free.
     chunk: elements streamed at a time; None: 16 million, or twice that for large models.
     threads: of an update on the host; None shares the cores among its ranks.
     pin=False: plain host memory, where too little can be pinned; copies then take several times as long.
@@ -93,21 +102,47 @@ class Offload:
     auto: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("pin", "auto"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Offload.{name}={getattr(self, name)!r}; give True or False.")
         for role in OFFLOADED:
-            object.__setattr__(self, role, _share(f"Offload.{role}", getattr(self, role)))
+            given = getattr(self, role)
+            object.__setattr__(self, role, _share(f"Offload.{role}", given))
+            if self.auto and role in ("moments", "master") and getattr(self, role) != _share(role, "host"):
+                raise ValueError(
+                    f"Offload.{role}={given!r} names a place, but auto=True places moments and master by what is free; "
+                    "leave one of them out."
+                )
         _one_of("Offload.update", self.update, ("device", "host"))
         for name in ("device_budget", "host_budget"):
             object.__setattr__(self, name, _nbytes(f"Offload.{name}", getattr(self, name)))
+        self._check_auto()
         if self.folder is not None:
             object.__setattr__(self, "folder", str(self.folder))
-        if self.folder is None and any(tier == "disk" for role in OFFLOADED for tier, _ in getattr(self, role)):
-            raise ValueError("Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...).")
+        if self.folder is None and self.uses_disk:
+            raise ValueError(
+                "Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...); only "
+                f"offload='disk' has one by itself, {FOLDER_VARIABLE} or {DEFAULT_FOLDER} in the current directory."
+            )
         for name in ("chunk", "threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"Offload.{name}={value!r}; give a whole number of at least 1.")
         if self.chunk is not None and self.chunk % BLOCK_NUMEL:
             raise ValueError(f"Offload.chunk={self.chunk}; give a multiple of {BLOCK_NUMEL} elements.")
+
+    def _check_auto(self) -> None:
+        if self.auto and self.update == "host":
+            raise ValueError(
+                "Offload.auto streams state through the device, which update='host' does not; leave one of them out, "
+                "and with update='host' name the places: moments='host', master='host'."
+            )
+        for name in ("device_budget", "host_budget"):
+            if not self.auto and getattr(self, name) is not None:
+                raise ValueError(
+                    f"Offload.{name} is kept by auto=True alone, and here the places are fixed; give auto=True, or "
+                    "leave the budget out."
+                )
 
     @staticmethod
     def parse(value: Any) -> Offload | None:
@@ -124,10 +159,10 @@ class Offload:
         if value == "auto":
             return Offload(auto=True)
         if value == "disk":
-            raise ValueError("offload='disk' needs a folder: offload=zeor.Offload('disk', 'disk', folder=...).")
+            return Offload("disk", "disk", folder=default_folder())
         raise ValueError(
-            f"offload={value!r} is not known{nearest(str(value), ['host', 'disk', 'auto'])}; use 'host', 'auto', a "
-            "zeor.Offload, or None."
+            f"offload={value!r} is not known{nearest(str(value), ['host', 'disk', 'auto'])}; use 'host', 'disk', "
+            "'auto', a zeor.Offload, or None."
         )
 
     @property
@@ -144,14 +179,15 @@ BLOCK_NUMEL = 256  # elements that share a scale in the format int8; chunks are 
 
 
 def _share(name: str, value: Any) -> Share:
-    if isinstance(value, tuple):
-        value = dict(value)
-    given = value if isinstance(value, Mapping) else {value: 1.0}
-    for tier, part in given.items():
-        if tier not in TIERS:
+    kept = isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value)
+    tiers = [tier for tier, _ in value] if kept else value if isinstance(value, Mapping) else [value]
+    for tier in tiers:
+        if not isinstance(tier, str) or tier not in TIERS:
             raise ValueError(
                 f"{name}={value!r}: {tier!r} is not a tier{nearest(str(tier), list(TIERS))}; use one of {list(TIERS)}."
             )
+    given = dict(value) if kept or isinstance(value, Mapping) else {value: 1.0}
+    for part in given.values():
         if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 <= part <= 1:
             raise ValueError(f"{name}={value!r}: {part!r} is not a fraction; give numbers from 0 to 1.")
     if abs(sum(given.values()) - 1) > 1e-6:
@@ -159,7 +195,9 @@ def _share(name: str, value: Any) -> Share:
     return tuple((tier, float(given[tier])) for tier in TIERS if given.get(tier))
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):  # GB as on a disk's label; GiB, and G, as memory is counted
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power, _letter: 1024**_power}
 
 
 def _nbytes(name: str, value: Any) -> int | None:
@@ -167,13 +205,13 @@ def _nbytes(name: str, value: Any) -> int | None:
     if value is None:
         return None
     text = str(value).strip().upper()
-    digits = text.rstrip("BKMGI ").strip()
+    digits = text.rstrip("BKMGTI ").strip()
     unit = text[len(digits) :].strip()
     try:
         found = float(digits) * _UNITS[unit]
     except (ValueError, KeyError):
-        found = -1
-    if isinstance(value, bool) or found <= 0:
+        found = 0.0
+    if isinstance(value, bool) or not 1 <= found < math.inf:
         raise ValueError(f"{name}={value!r}; give bytes, as a number or as text such as '40GiB'.")
     return int(found)
 
@@ -240,8 +278,13 @@ class Plan:
                 "step from being taken; leave one of them out."
             )
         if self.offload is not None:
-            if self.delay and any(tier != "device" for tier, _ in self.offload.grads):
+            grads_are_away = any(tier != "device" for tier, _ in self.offload.grads)
+            if self.delay and grads_are_away:
                 raise ValueError("With delay=1 gradients stay on the device; leave Offload.grads there.")
+            if self.stage < 2 and grads_are_away:
+                raise ValueError(
+                    f"Offload.grads is away, but at stage {self.stage} gradients are whole; use stage=2 or 3."
+                )
             if self.stage < 3 and self._compute_is_away:
                 raise ValueError(f"Offload.compute is away, but at stage {self.stage} compute is whole; use stage=3.")
             if self.offload.update == "host" and (self.delay or self.offload.uses_disk or self._compute_is_away):

@@ -27,6 +27,7 @@ from zeor.memory import files
 from zeor.memory.files import DiskArray, DiskFolder
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import PAGE_NBYTES, HostArena
+from zeor.plan import default_folder
 
 NUMEL = 3 * 4096 + 777
 
@@ -478,6 +479,27 @@ def test_a_missing_parent_and_a_file_in_its_place_are_refused(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["file", "new"] and os.listdir(tmp_path / "new") == []
 
 
+def test_a_folder_in_which_none_can_ever_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if Path("/proc/self").exists():
+        with pytest.raises(
+            RuntimeError, match=r"^The offload folder /proc cannot be used \(No such file or directory\)"
+        ):
+            DiskFolder("/proc")
+    tried: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        fail(patch, "mkdir", errno.ENOENT, lambda path, *_: "zeor-offload" in str(path) and not tried.append(str(path)))
+        with pytest.raises(RuntimeError, match=rf"^The offload folder {tmp_path} cannot be used \(No such file"):
+            DiskFolder(tmp_path)
+    assert len(set(tried)) == len(tried) == 100
+    monkeypatch.setattr("fcntl.flock", busy)  # every one of them is taken for a leftover by somebody
+    with pytest.raises(RuntimeError, match=rf"^The offload folder {tmp_path} cannot be used \(Resource temporarily"):
+        DiskFolder(tmp_path)
+
+
+def busy(*_: Any) -> None:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 @needs_mount
 def test_a_read_only_disk_is_refused(mounted: Callable[..., Path]) -> None:
     path = mounted("tmpfs", "ro")
@@ -535,6 +557,74 @@ def test_two_jobs_share_a_folder(tmp_path: Path) -> None:
     assert one.tensor.sum() == NUMEL and os.listdir(tmp_path) == [first.path.name]
     first.close()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, without a word about folders from the environment."""
+    monkeypatch.delenv("ZEOR_OFFLOAD_FOLDER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_default_folder_goes_with_the_last_that_is_in_it(current: Path) -> None:
+    first, second = DiskFolder("zeor-offload"), DiskFolder(current / "zeor-offload")
+    first.close()
+    assert os.listdir("zeor-offload") == [second.path.name]
+    second.close()
+    assert os.listdir(current) == []
+    with DiskFolder("zeor-offload"):
+        (current / "zeor-offload" / "notes").write_text("keep")
+    assert os.listdir("zeor-offload") == ["notes"]
+
+
+def test_a_folder_that_was_named_stays(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (current / "a", current / "b" / "zeor-offload"):
+        path.parent.mkdir(exist_ok=True)
+        DiskFolder(path).close()
+        assert path.is_dir()
+    monkeypatch.setenv("ZEOR_OFFLOAD_FOLDER", "c")
+    DiskFolder(default_folder()).close()
+    assert (current / "c").is_dir()
+
+
+def test_a_folder_that_was_named_needs_no_current_directory(current: Path, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    with DiskFolder(tmp_path / "a") as folder:
+        assert folder.array("x", 5, torch.float32).tensor.sum() == 0
+    assert os.listdir(tmp_path / "a") == []
+
+
+def test_the_default_folder_is_made_again_when_another_job_takes_it_away(
+    current: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, taken = os.mkdir, []
+
+    def making(path: Any, *rest: Any) -> None:
+        if "zeor-offload--" in str(path) and not taken:
+            taken.append(path)
+            os.rmdir(os.path.dirname(path))  # it was the last there
+        real(path, *rest)
+
+    monkeypatch.setattr(os, "mkdir", making)
+    with DiskFolder("zeor-offload") as folder:
+        assert taken and os.listdir(current / "zeor-offload") == [folder.path.name] != [Path(taken[0]).name]
+
+
+def test_a_folder_that_zeor_chose_is_told_once(
+    current: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="zeor"):
+        with DiskFolder(default_folder()) as folder:
+            assert folder.folder == current / "zeor-offload"
+            wanted = [f"offload=disk: state rests in {folder.path} until the run ends."]
+        monkeypatch.setenv("ZEOR_OFFLOAD_FOLDER", str(current / "named"))
+        with DiskFolder(default_folder()) as folder:
+            wanted.append(f"offload=disk: state rests in {folder.path} until the run ends.")
+        DiskFolder(current / "by hand").close()
+    assert [record.getMessage() for record in caplog.records if "rests in" in record.getMessage()] == wanted
 
 
 JOB = """

@@ -4,7 +4,8 @@
                                                         / *.array     files.py's
 
 A job deletes its own at the end; those of jobs that were killed are deleted by the next that opens the folder: named
-like ours, a lock that can be taken. Nothing else is touched. Knows nothing of what the arrays hold.
+like ours, a lock that can be taken. Of the folder itself only the default one is deleted, by the last that leaves it
+empty. Nothing else is touched. Knows nothing of what the arrays hold.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from zeor.plan import DEFAULT_FOLDER, default_folder
+
 _OURS = re.compile(r"zeor-offload-[A-Za-z0-9_.]*-[0-9a-f]{16}")
 _ARRAY = re.compile(r"[A-Za-z0-9_.-]+\.array")
 _LOCK = "lock"
+_TRIES = 100
 
 log = logging.getLogger("zeor")
 
@@ -55,7 +59,12 @@ class OwnFolder:
         _make(self.folder)
         _clean(self.folder)
         self.path, lock = _own(self.folder, re.sub(r"[^A-Za-z0-9_.]", "_", job or "")[:64])
-        self._delete = weakref.finalize(self, _delete, self.path, lock, os.getpid())
+        also = None
+        with contextlib.suppress(OSError, RuntimeError):  # no current directory, no such home: then it is neither
+            if str(self.folder) == default_folder():  # which nobody has named in this program
+                log.info("offload=disk: state rests in %s until the run ends.", self.path)
+            also = self.folder if self.folder == Path(DEFAULT_FOLDER).absolute() else None
+        self._delete = weakref.finalize(self, _delete, self.path, lock, os.getpid(), also)
 
     @property
     def is_open(self) -> bool:
@@ -86,11 +95,12 @@ def _make(folder: Path) -> None:
 
 
 def _own(folder: Path, job: str) -> tuple[Path, int]:
-    """A new sub-folder and its lock. Another job may take it for a leftover between two of these steps: then again.
+    """A new sub-folder and its lock. Another job may take it for a leftover between two of these steps, or leave the
+    folder as the last: then again. Not for ever: there are filesystems, such as /proc, on which none can be made.
 
     1. make the sub-folder; 2. make the lock file; 3. lock it; 4. see that it is still there.
     """
-    while True:
+    for tries_left in reversed(range(_TRIES)):
         path, lock = folder / f"zeor-offload-{job}-{secrets.token_hex(8)}", None
         try:
             path.mkdir(0o700)
@@ -101,10 +111,12 @@ def _own(folder: Path, job: str) -> tuple[Path, int]:
         except OSError as error:
             if lock is not None:
                 os.close(lock)
-            if isinstance(error, (FileNotFoundError, BlockingIOError)) and folder.is_dir():
+            if tries_left and isinstance(error, (FileNotFoundError, BlockingIOError)):
+                _make(folder)
                 continue
             _empty(path)
             raise unusable(folder, error) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _hold(lock: int) -> None:
@@ -150,8 +162,11 @@ def _empty(path: Path) -> None:
         path.rmdir()
 
 
-def _delete(path: Path, lock: int, owner: int) -> None:
-    """A forked child that ends leaves its parent's folder alone."""
+def _delete(path: Path, lock: int, owner: int, also: Path | None) -> None:
+    """The sub-folder and, once it is empty, `also`. A forked child that ends leaves its parent's folder alone."""
     if os.getpid() == owner:
         _empty(path)
         os.close(lock)
+        if also is not None:
+            with contextlib.suppress(OSError):
+                also.rmdir()
