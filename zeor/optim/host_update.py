@@ -179,9 +179,10 @@ class HostUpdate:
                     except BaseException as error:
                         each.lane.fail(error)
         except BaseException as error:  # while the interpreter ends, say: nobody may wait for ever
-            for lane in [*(each.lane for each in sent), *self._lanes]:
-                lane.fail(error)
-            self._lanes.clear()
+            for each in sent:
+                each.lane.fail(error)
+            while self._lanes:
+                self._lanes.popleft().fail(error)
 
     def _send_ahead(self, sent: deque[_Sent]) -> None:
         while self._lanes and len(sent) < AHEAD:

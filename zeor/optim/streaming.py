@@ -150,8 +150,12 @@ class Streaming:
             self._pump = ThreadPoolExecutor(1, "zeor-offload")
 
         def run() -> None:
-            with thread_beside(self.engine.mesh.device):
-                job()
+            try:
+                with thread_beside(self.engine.mesh.device):
+                    job()
+            except BaseException as error:  # a device that is gone, say: nobody may wait for ever
+                while self._works:
+                    self._works.popleft().fail(error)
 
         self._pump.submit(run)
 
