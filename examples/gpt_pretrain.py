@@ -65,7 +65,7 @@ def main() -> None:
     asked.add_argument("--precision", help="bf16 on a GPU unless said otherwise")
     asked.add_argument("--chunked-loss", action="store_true", help="never hold all logits")
     asked.add_argument("--recompute", choices=["True", "offload"], help="keep only the blocks' inputs for backward")
-    asked.add_argument("--offload", choices=["host", "auto"], help="where the state rests; auto: as it fits")
+    asked.add_argument("--offload", choices=["host", "disk", "auto"], help="where the state rests; auto: as it fits")
     asked.add_argument("--moments", choices=["exact", "bf16", "int8"], default="exact", help="how moments are kept")
     asked.add_argument("--release", action="store_true", help="use and free gradients inside backward; no clipping")
     asked.add_argument("--limit", type=int, help="take so many texts of each source only")

@@ -24,7 +24,7 @@ from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
 from zeor.planner.disk_room import check_disk
-from zeor.planner.startup import show_start
+from zeor.planner.startup import make_visible, show_start
 from zeor.runtime import events, full, meta, module_buffers
 from zeor.runtime.chunked_loss import chunked_cross_entropy
 from zeor.runtime.compiled import compile_in_place, unwrapped
@@ -160,6 +160,8 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     _compare_optimizers(mesh, engine, optimizers)
     for each in optimizers:
         check_kind(engine, each)
+    if mesh.rank == 0:
+        make_visible()
     check_disk(engine, engine.slots, optimizers)
     engine.slots = []
     engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // mesh.world)

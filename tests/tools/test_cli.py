@@ -83,6 +83,8 @@ def test_plan_of_auto_needs_budgets_and_heeds_them(capsys: pytest.CaptureFixture
     assert "GiB" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="there is room for"):
         cli.main([*asked, "--device-budget", "8GiB", "--host-budget", "1GiB"])
+    with pytest.raises(SystemExit, match="budgets are for --offload auto"):
+        cli.main([*asked[:-1], "host", "--device-budget", "8GiB"])
 
 
 def test_plan_refuses_impossible_sizes() -> None:

@@ -24,7 +24,7 @@ log = logging.getLogger("zeor")
 def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> None:
     if engine.mesh.rank != 0:
         return
-    _make_visible()
+    make_visible()
     numel = sum(slot.full.numel() for slot in engine.slots)
     frozen = sum(slot.full.numel() for slot in engine.slots if slot.lane.grads is None)
     where = f"{engine.mesh.world} rank(s), {devices.describe(engine.mesh.device)}, {engine.mesh.backend}"
@@ -39,7 +39,8 @@ def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) ->
         log.info("%s by %s", name, f"the stock step ({reason})" if reason else "the one-pass kernel")
 
 
-def _make_visible() -> None:
+def make_visible() -> None:
+    """zeor's lines, in a program that has said nothing about logging; for rank 0."""
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(_Formatter())

@@ -101,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that ask for bytes by tier, and for peaks."""
-    parser.add_argument("--offload", choices=("host", "auto"), help="where master and moments rest (default: device)")
+    parser.add_argument("--offload", choices=("host", "disk", "auto"),
+                        help="where master and moments rest (default: device)")  # fmt: skip
     parser.add_argument("--moments", choices=("exact", "bf16", "int8"), default="exact", help="default: %(default)s")
     parser.add_argument("--release", action="store_true", help="gradients are used and freed inside backward")
     parser.add_argument("--recompute", choices=("none", "blocks", "offload"), default="blocks",
@@ -146,6 +147,8 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
     """The options of zeor.predict that the command line gives."""
     again = {"none": False, "blocks": True, "offload": "offload"}[options.recompute]
     offload: Any = options.offload
+    if offload != "auto" and (options.device_budget or options.host_budget):
+        raise SystemExit("zeor plan: budgets are for --offload auto; give that, or leave them out.")
     if offload == "auto":
         offload = zeor.Offload(auto=True, device_budget=options.device_budget, host_budget=options.host_budget)
     return {
