@@ -24,6 +24,7 @@ from zeor.checkpoint import room
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.errors import CheckpointError, lost_peers
+from zeor.checkpoint.opening import raise_first
 from zeor.checkpoint.progress import Progress, log
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.snapshot import HostBlocks
@@ -255,13 +256,6 @@ class Saver:
 def words_of(error: BaseException | None) -> str:
     """What other ranks hear of an error; never empty."""
     return "" if error is None else str(error) or type(error).__name__
-
-
-def raise_first(texts: Sequence[str]) -> None:
-    """Of what each rank says is wrong; "": nothing."""
-    for rank, text in enumerate(texts):
-        if text:
-            raise CheckpointError(f"On rank {rank}: {text}")
 
 
 def _check_same_step(steps: Sequence[int]) -> None:

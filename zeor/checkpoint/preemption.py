@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zeor.checkpoint import training
-from zeor.checkpoint.background import raise_first, saver_of, words_of
+from zeor.checkpoint.background import saver_of, words_of
 from zeor.checkpoint.contents import Contents
+from zeor.checkpoint.opening import raise_first
 from zeor.checkpoint.progress import log
 from zeor.checkpoint.save import Run, add_extra
 from zeor.checkpoint.urls import Place
