@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-COUNTS = {"shared": 52, "async": 10, "hosts": 12, "url": 12, "direct": 12}
+COUNTS = {"shared": 52, "async": 8, "hosts": 8, "url": 8, "direct": 8}
 
 
 def killed(tmp_path: Path, count: int, mode: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize("ranks_count", [1, 2], ids=["python", "torchrun"])
 def test_the_mnist_network_learns_at_stage_3(tmp_path, ranks_count):
     batch = str(64 // ranks_count)
-    result = run(tmp_path, "mnist_cnn", "--limit", "3000", "--epochs", "1", "--batch", batch, ranks=ranks_count)
+    result = run(tmp_path, "mnist_cnn", "--limit", "2000", "--epochs", "1", "--batch", batch, ranks=ranks_count)
     assert result["stage"] == 3 and result["accuracy"] > 0.7
 
 
