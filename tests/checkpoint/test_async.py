@@ -226,7 +226,7 @@ def test_a_long_save_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         while not lines.empty():
             lines.get()  # of before
         lines.get(timeout=60)  # perhaps begun before
-        assert lines.get(timeout=60).startswith("saving step 5: 1.00 of rank 0's 4.00 GB written")
+        assert lines.get(timeout=60).startswith("zeor: saving step 5: 1.00 of rank 0's 4.00 GB written")
     assert shown.line(2.0).endswith("in 2 s, 0.50 GB/s")
     shown.add(3_000_000_000)
     assert shown.line(4.0).endswith("1.00 GB/s; waiting for the disk and the other ranks")

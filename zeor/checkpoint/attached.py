@@ -1,7 +1,8 @@
 """What is loaded beside model and optimizers: schedulers, scalers, other modules, and the data loader's position.
 
 They are strangers: only their own `load_state_dict` says whether a state fits. So they are asked before the model
-changes, and what had taken its state already is put back where another one, here or on another rank, refuses.
+changes, and what had taken its state already is put back where another one, here or on another rank, refuses. A loader
+comes last and is not put back: the run is as it was, and whoever loads again sends it to a position again.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ the order of the calls, which is the same on every rank.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -25,7 +26,7 @@ from zeor.checkpoint import save as saving
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.opening import raise_first
-from zeor.checkpoint.progress import Progress, log
+from zeor.checkpoint.progress import Progress
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.snapshot import HostBlocks
 from zeor.checkpoint.urls import Place
@@ -36,6 +37,8 @@ from zeor.runtime.engine import Engine
 
 SNAPSHOT_SHARE = 0.8  # of the free host memory: what a snapshot may newly take
 LEAST_TIMEOUT = 3600.0  # seconds that ranks wait for the slowest one's disk
+
+log = logging.getLogger("zeor")
 
 
 class Target(NamedTuple):
@@ -110,7 +113,7 @@ class Saving:
         except BaseException as error:
             unforeseen = not isinstance(error, CheckpointError)
             log.error(
-                "the checkpoint of step %d, written in the background, failed: %s",
+                "zeor: the checkpoint of step %d, written in the background, failed: %s",
                 self.step, error, exc_info=unforeseen,
             )  # fmt: skip
             self._error = _bare(error)  # its frames hold the copy of the run
@@ -152,7 +155,9 @@ def _finish() -> None:
             continue
         each.join()
         if each._error is not None:
-            log.error("the program ends, and the checkpoint of step %d was not written: %s", each.step, each._error)
+            log.error(
+                "zeor: the program ends, and the checkpoint of step %d was not written: %s", each.step, each._error
+            )
 
 
 # ---- one per sharded model
@@ -211,7 +216,7 @@ class Saver:
         if short and run.mesh.rank == 0:
             host, (nbytes, free) = next(iter(short.items()))
             log.warning(
-                "a copy of the run for an asynchronous save takes %.1f GB on %s, where %.1f GB are free; this "
+                "zeor: a copy of the run for an asynchronous save takes %.1f GB on %s, where %.1f GB are free; this "
                 "checkpoint is written at once instead, and training waits for it.", nbytes / 1e9, host, free / 1e9,
             )  # fmt: skip
         return write(run, found, target)
@@ -230,7 +235,7 @@ class Saver:
         before, error = self.last, self._end_last()
         if before is not None and error is not None:
             log.warning(
-                "saving step %d though the checkpoint of step %d, written in the background, failed: %s",
+                "zeor: saving step %d though the checkpoint of step %d, written in the background, failed: %s",
                 step, before.step, error,
             )  # fmt: skip
 

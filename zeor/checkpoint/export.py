@@ -28,7 +28,7 @@ from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
 from zeor.checkpoint.modelconfig import config_texts
-from zeor.checkpoint.opening import raise_first
+from zeor.checkpoint.opening import everywhere
 from zeor.checkpoint.outfiles import OutFiles, Planned, local_folder, parse_size
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, need, read_all
@@ -95,24 +95,9 @@ def export(
         this.texts = config_texts(model, config, [tensor.dtype for tensor in this.planned])
         return this, folder, max_nbytes
 
-    this, folder, max_nbytes = _everywhere(mesh, prepare, "exchange about what an export writes")
+    this, folder, max_nbytes = everywhere(mesh, prepare, "exchange about what an export writes")
     _write(mesh, this, folder, max_nbytes)
     return folder
-
-
-def _everywhere(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
-    """What every rank does. One that fails raises its own error, and the others say what it was and where."""
-    result, failed, told = None, None, ""
-    try:
-        result = do()
-    except Exception as error:  # whatever it is (a config may raise anything), the other ranks must hear it
-        failed = error
-        told = str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}"
-    everyone = exchange(mesh, told, label)
-    if failed is not None:
-        raise failed
-    raise_first(everyone)
-    return result
 
 
 def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:

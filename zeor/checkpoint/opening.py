@@ -98,6 +98,21 @@ def together(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
     return result
 
 
+def everywhere(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
+    """What every rank does. One that fails raises its own error, and the others say what it was and where."""
+    result, failed, told = None, None, ""
+    try:
+        result = do()
+    except Exception as error:  # whatever it is (a user's object may raise anything), the other ranks must hear it
+        failed = error
+        told = str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}"
+    everyone = exchange(mesh, told, label)
+    if failed is not None:
+        raise failed
+    raise_first(everyone)
+    return result
+
+
 def _look(*places: Place) -> _Look:
     """At rank 0's path, or at the same checkpoint in this rank's own folder."""
     seen = _Look(places[0])

@@ -8,6 +8,7 @@ From the note on a watch thread ends the process when the time is over: what was
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -22,18 +23,18 @@ import torch.distributed as dist
 from torch import nn
 
 from zeor.checkpoint import training
-from zeor.checkpoint.background import saver_of, words_of
+from zeor.checkpoint.background import saver_of
 from zeor.checkpoint.contents import Contents
-from zeor.checkpoint.opening import raise_first
-from zeor.checkpoint.progress import log
+from zeor.checkpoint.opening import everywhere
 from zeor.checkpoint.save import Run, add_extra
 from zeor.checkpoint.urls import Place
-from zeor.comm.agree import exchange
 from zeor.comm.stuck import explain
 
 AnySignal = str | int  # its name or number
 
 TOO_LATE = 1  # the exit code when the time was over
+
+log = logging.getLogger("zeor")
 
 
 class Preempted(Exception):
@@ -79,20 +80,14 @@ class Preemption:
 
     def _checked(self, run: Run, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
         """The signals. What is wrong on one rank is raised on all: none trains on with others that have gone."""
-        found: list[signal.Signals] = []
-        error: Exception | None = None
-        try:
+
+        def check() -> list[signal.Signals]:
             if self._within is not None and not self._within > 0:
                 raise ValueError(f"zeor.preempt(within={self._within!r}): give seconds, more than 0, or None.")
-            found = _signals(signals)
             self._what.check(run)
-        except Exception as failure:
-            error = failure
-        texts = exchange(run.mesh, words_of(error), "agreement on the arguments of zeor.preempt")
-        if error is not None:
-            raise error
-        raise_first(texts)
-        return found
+            return _signals(signals)
+
+        return list(everywhere(run.mesh, check, "agreement on the arguments of zeor.preempt"))
 
     def _arm(self, signals: Iterable[signal.Signals]) -> None:
         for each in signals:
@@ -131,7 +126,7 @@ class Preemption:
         if self._noted is None:  # another rank was told, that long ago
             self._noted = time.monotonic() - waited
             self._watch()
-        log.warning("told to stop; saving step %d.", step)
+        log.warning("zeor: told to stop; saving step %d.", step)
         what, both = self._what, {**(self._what.extra or {}), **(extra or {})}
         saver_of(training.run_of(what.model, what.optimizer)).pass_over_last(step)
         path = training.save(
@@ -142,7 +137,7 @@ class Preemption:
             self.close()
             raise Preempted(path, step)
         # The signals stay ours: one more of them must not break off what the program does on its way out.
-        log.warning("step %d is saved in %s; leaving.", step, path)
+        log.warning("zeor: step %d is saved in %s; leaving.", step, path)
         sys.exit(self._exit_code)
 
     def _agree(self, step: int) -> float | None:
@@ -180,7 +175,7 @@ class Preemption:
             return
         if not self._saved:
             log.error(
-                "no checkpoint within %g s of the signal; leaving without it. Earlier ones are as they were.",
+                "zeor: no checkpoint within %g s of the signal; leaving without it. Earlier ones are as they were.",
                 self._within,
             )
         sys.stdout.flush()

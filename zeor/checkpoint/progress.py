@@ -1,28 +1,15 @@
-"""What a save tells through logging, and the progress of a long one: a line on rank 0 every ten seconds, with bytes and
-speed. `log` is zeor's logger for messages without a prefix: whoever prints them shows whose they are, once.
-"""
+"""The progress of a long save: a line on rank 0 every ten seconds, with bytes and speed."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import MutableMapping
 from types import TracebackType
-from typing import Any
 
 EVERY_SECONDS = 10.0
 
-
-class Named(logging.LoggerAdapter):  # type: ignore[type-arg]  # 3.10 takes no brackets here
-    """Where nobody has set logging up, Python prints bare messages: those get a prefix. On rank 0 zeor's own handler
-    has it in its format, and elsewhere the user's format decides."""
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg if self.logger.hasHandlers() else f"zeor: {msg}", kwargs
-
-
-log = Named(logging.getLogger("zeor"), {})
+log = logging.getLogger("zeor")
 
 
 class Progress:
@@ -48,7 +35,7 @@ class Progress:
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY_SECONDS):
-            log.info("%s", self.line(time.monotonic() - self._begin))
+            log.info("zeor: %s", self.line(time.monotonic() - self._begin))
 
     def line(self, seconds: float) -> str:
         done, total = self._done_nbytes / 1e9, self._total_nbytes / 1e9

@@ -22,7 +22,6 @@ from zeor.checkpoint import hosts
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.disk import DISK, Disk
 from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored, parse
-from zeor.checkpoint.progress import log
 from zeor.checkpoint.store import clean, disk_of
 from zeor.checkpoint.urls import Place
 from zeor.checkpoint.writer import write_file
@@ -153,7 +152,7 @@ def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
     try:
         clean(disk, folder, keep, new)
     except OSError as error:
-        log.warning("an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
+        parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
 def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]]) -> Manifest:
