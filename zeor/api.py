@@ -17,7 +17,7 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory import device as devices
-from zeor.memory.view import View
+from zeor.memory.param import is_sharded
 from zeor.optim.checks import check_kind, check_parameters
 from zeor.optim.ema import ema
 from zeor.optim.stepper import Stepper
@@ -42,6 +42,7 @@ from zeor.runtime.recompute import check_wanted
 from zeor.runtime.sharded import ATTRIBUTE as _ATTRIBUTE
 from zeor.runtime.sharded import Sharded
 from zeor.runtime.sharded import state_of as _state
+from zeor.runtime.shareable import check_model
 from zeor.runtime.stream import iter_full
 from zeor.runtime.totals import total
 from zeor.runtime.unit import Slot
@@ -102,6 +103,7 @@ def shard(
     place = devices.device_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(place, plan.timeout)
     the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
+    check_model(model, the_mesh.world)
     engine = _build(model, plan, the_mesh, units, optimizers)
     state = Sharded(engine, Hooks(engine, entries))
     vars(model)[_ATTRIBUTE] = state
@@ -136,7 +138,7 @@ def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer
 
 def _refuse_nested(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if isinstance(param, View):
+        if is_sharded(param):
             raise ValueError(f"Parameter {name!r} belongs to a model that is sharded already; zeor.unshard that first.")
         if is_lazy(param):
             raise ValueError(
@@ -167,10 +169,8 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // mesh.world)
     for spec in specs:
         meta.receive_values(slots[spec.name], mesh.device)
-        keys = {slot: lane_key(slot.user, slot.owners, plan.precision) for slot in slots[spec.name]}
-        unit = engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
-        for slot in unit.slots:
-            _become_view(slot)
+        keys = {slot: lane_key(slot.param, slot.owners, plan.precision) for slot in slots[spec.name]}
+        engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
     meta.place_buffers(mesh, model, engine.unfilled)
     engine.ready()
     engine.watch_buffers(model)
@@ -187,12 +187,12 @@ def _drop_old_graphs(model: nn.Module) -> None:
 
 
 def _describe(slot: Slot, unit: str) -> str:
-    trains = "" if slot.user.requires_grad else ", frozen"
-    return f"{slot.name!r}: {slot.shape}, {slot.user.dtype}{trains}, in unit {unit!r}"
+    trains = "" if slot.param.requires_grad else ", frozen"
+    return f"{slot.name!r}: {slot.shape}, {slot.param.dtype}{trains}, in unit {unit!r}"
 
 
 def _compare_optimizers(mesh: Mesh, engine: Engine, optimizers: list[Optimizer]) -> None:
-    names = {id(slot.user): slot.name for slot in engine.slots}
+    names = {id(slot.param): slot.name for slot in engine.slots}
     lines = []
     for number, optimizer in enumerate(optimizers):
         for position, group in enumerate(optimizer.param_groups):
@@ -205,24 +205,6 @@ def _compare_optimizers(mesh: Mesh, engine: Engine, optimizers: list[Optimizer])
 
 def _number(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _become_view(slot: Slot) -> None:
-    """The user's own Parameter object turns into a view, in place: every reference follows."""
-    for module, _ in slot.owners:
-        if isinstance(module, nn.RNNBase):
-            # Weak references would forbid the exchange; None stands for "nothing to compare".
-            module._flat_weight_refs = [None] * len(module._flat_weights_names)
-    slot.user.grad = None
-    view = slot.make_view(of_grad=False)
-    try:
-        torch.utils.swap_tensors(slot.user, view)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"Parameter {slot.name!r} is still held elsewhere (an autograd graph of an earlier loss, a weak "
-            "reference, or a DistributedDataParallel around it), so it cannot be sharded in place; delete that first. "
-            f"torch said: {error}"
-        ) from error
 
 
 @contextmanager
@@ -265,22 +247,26 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         engine.announce(events.OTHER, "zeor.full_params(write=True)")
     else:
         engine.announce(events.FULL, {"grads": grads})
-    params = full.all_values(engine, blank=write)
-    if grads:
-        full.attach_grads(engine, params)
+    values = full.all_values(engine, blank=write)
+    found = full.all_grads(engine) if grads else {}
     state.hooks.pause()
-    full.show(engine, params)
-    state.shown = True
+    shown, state.shown = full.Shown(engine, values, found), True
+    written: dict[Slot, Tensor] = {}
     try:
         yield model
         if write:
-            full.check_unchanged(engine, params)
-            full.write_back(engine, params)
+            full.check_unchanged(engine, values)
+            written = full.spread(engine, values)
     finally:
         state.shown = False
-        full.hide(engine)
-        full.keep_flags(params)
+        changed = shown.hide()
         state.hooks.resume()
+    full.write_back(engine, written)
+    if changed and not write:
+        raise RuntimeError(
+            f"Parameter {changed[0]!r} was written inside zeor.full_params, and the change is lost; write inside "
+            "`with zeor.full_params(model, write=True):`."
+        )
 
 
 @torch.no_grad()
@@ -308,18 +294,15 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     state = _state(model)
     engine = state.engine
     engine.announce(events.OTHER, "zeor.unshard")
-    params = full.all_values(engine)
+    values = full.all_values(engine)
     states = [stepper.whole_state() for stepper in state.steppers]  # all of them before any is changed: one may refuse
     for stepper, whole in zip(state.steppers, states):
         stepper.unshard(whole)
     state.hooks.remove()
-    for slot, param in params.items():
-        for module, attr in slot.owners:
-            module._parameters[attr] = slot.user
-        torch.utils.swap_tensors(slot.user, param)
-    for module in {module for slot in params for module, _ in slot.owners}:
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
+    for slot, value in values.items():
+        slot.unbind(value)
+        slot.give_back_hooks()
+        torch.autograd.graph.increment_version(slot.param)
     del vars(model)[_ATTRIBUTE]
     return model if optimizer is None else (model, optimizer)
 

@@ -1,4 +1,4 @@
-"""What a parameter and its gradient are outside forward and backward: views that tell the truth or say why not."""
+"""What a parameter and its gradient are outside forward and backward: they tell the truth, or say why not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def check_metadata(stage: int) -> None:
         assert param.dtype == torch.float64 and param.device == wanted.device
         assert param.requires_grad and param.is_leaf and param.grad_fn is None and param.grad is None
         assert param.element_size() == 8 and param.is_floating_point() and param.stride() == wanted.stride()
-        assert name in repr(param) and str(tuple(wanted.shape)) in repr(param)
+        if stage == 3:
+            assert name in repr(param) and str(tuple(wanted.shape)) in repr(param)
+        else:
+            assert repr(param) == repr(wanted)
         assert len(param) == len(wanted) if wanted.dim() else True
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.values())
     assert "Linear(in_features=6, out_features=7" in repr(model)
@@ -173,33 +176,27 @@ def test_a_world_of_one_reads_everything_at_every_stage():
 # ---- writes
 
 
-def check_writes_raise(stage: int) -> None:
-    model, _ = sharded(stage)
+def check_writes_raise() -> None:
+    model, _ = sharded(3)
     before = zeor_values(model)
     param = model.get_parameter("head.bias")
 
     def assign_item() -> None:
         param[0] = 1.0
 
-    def assign_data() -> None:
-        param.data = torch.zeros(5, dtype=torch.float64)
-
     writes: list[Callable[[], Any]] = [
         lambda: param.mul_(2),
-        lambda: param.zero_(),
         lambda: param.add_(1),
-        lambda: param.fill_(1),
         lambda: param.uniform_(),
         lambda: param.clamp_(0, 1),
-        lambda: param.copy_(torch.zeros(5)),
         lambda: param.data.mul_(2),
-        lambda: param.data.copy_(torch.zeros(5)),
         lambda: param.detach().zero_(),
         lambda: nn.init.normal_(param),
+        lambda: nn.functional.relu(param, inplace=True),
+        lambda: torch.ops.aten.add_.Scalar(param, 1.0),
         lambda: torch._foreach_mul_([param], 2.0),
         lambda: torch.add(torch.ones(5), 1, out=param),
         assign_item,
-        assign_data,
     ]
     with torch.no_grad():
         for number, write in enumerate(writes):
@@ -208,14 +205,72 @@ def check_writes_raise(stage: int) -> None:
     loops.assert_equal(zeor_values(model), before)
 
 
-def zeor_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    with zeor.full_params(model):
-        return loops.values(model)
+def test_writes_raise_and_change_nothing_where_the_bytes_are_away(ranks):
+    ranks(check_writes_raise, 2)
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda p: p.mul_(2),
+    "view": lambda p: p.view(-1)[1:].fill_(0.5),
+    "data": lambda p: p.data[0].zero_(),
+    "data.copy_": lambda p: p.data.copy_(torch.full(p.shape, 0.75)),
+    "detach": lambda p: p.detach().clamp_(-0.1, 0.1),
+    "item": lambda p: p.__setitem__(0, 1.0),
+    "inplace": lambda p: nn.functional.relu(p, inplace=True),
+    "aten": lambda p: torch.ops.aten.add_.Scalar(p, 1.0),
+    "foreach": lambda p: torch._foreach_mul_([p], 3.0),
+    "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
+}
+ASSIGNMENTS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "copy_": lambda p: p.copy_(torch.linspace(0, 1, p.numel()).view(p.shape)),
+    "fill_": lambda p: p.fill_(0.1),
+    "zero_": lambda p: p.zero_(),
+    "data =": lambda p: setattr(p, "data", torch.full(p.shape, 0.25, dtype=p.dtype)),
+}
+
+
+def check_writes_last(stage: int, names: list[str]) -> None:
+    """A write outside forward is in the values, and the next steps go on from there."""
+    for name in names:
+        model, optimizer = sharded(stage)
+        plain = loops.net()
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for number in range(2):
+            loops.train(model, optimizer, range(number, number + 1), loops.own_loss)
+            loops.train(plain, other, range(number, number + 1))
+            with torch.no_grad():
+                for each in (model, plain):
+                    {**WRITES, **ASSIGNMENTS}[name](each.head.bias)
+        loops.assert_close(zeor_values(model), loops.values(plain))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_writes_raise_and_change_nothing(ranks, stage):
-    ranks(check_writes_raise, 2, stage)
+def test_writes_outside_forward_last(ranks, stage):
+    ranks(check_writes_last, 2, stage, [*ASSIGNMENTS, *([] if stage == 3 else WRITES)])
+
+
+def check_bf16_writes(stage: int, names: list[str]) -> None:
+    """Under bf16 a write reaches the master within the rounding of compute, and never becomes NaN."""
+    for name in names:
+        model = loops.net().float()
+        zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, precision="bf16")
+        plain = loops.net().float()
+        with torch.no_grad():
+            for each in (model, plain):
+                {**WRITES, **ASSIGNMENTS}[name](each.head.bias)
+        exact = name in ASSIGNMENTS
+        got, wanted = zeor_values(model)["head.bias"], plain.head.bias.detach()
+        torch.testing.assert_close(got, wanted, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-30, msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_under_bf16_reach_the_master(ranks, stage):
+    ranks(check_bf16_writes, 2, stage, [*ASSIGNMENTS, *([] if stage == 3 else WRITES)])
+
+
+def zeor_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    with zeor.full_params(model):
+        return loops.values(model)
 
 
 def check_gradient_replacement(stage: int) -> None:
@@ -241,17 +296,17 @@ def check_pickling(stage: int) -> None:
     model, _ = sharded(stage)
     param = model.head.weight
     attempts: list[Callable[[], Any]] = [
-        lambda: torch.save(model.state_dict(), io.BytesIO()),
         lambda: torch.save(model, io.BytesIO()),
         lambda: pickle.dumps(param),
-        lambda: pickle.dumps(model.state_dict()),
+        *([lambda: torch.save(model.state_dict(), io.BytesIO())] * (stage == 3)),
+        *([lambda: pickle.dumps(model.state_dict())] * (stage == 3)),
         lambda: copy.deepcopy(param),
         lambda: copy.deepcopy(model),
         lambda: copy.copy(param),
     ]
     for number, attempt in enumerate(attempts):
         text = error_of(attempt)
-        assert "zeor.full_params(model)" in text and "one rank's part" in text, (number, text)
+        assert "zeor.full_params(model)" in text and ("one rank's part" in text or "sharded" in text), (number, text)
     assert "head.weight" in error_of(lambda: pickle.dumps(param))
 
 

@@ -39,79 +39,79 @@ def schedule(stage: int, prefetch: int = 1, overlap: bool = True, frozen: tuple[
 
 
 STAGE_3 = """\
-forward enter   root  gather(root)  wait(root)  gather(a)  swap_in(root)
-forward enter   a     wait(a)  gather(b)  swap_in(a)
-forward exit    a     swap_out(a)  free(a)
-forward enter   b     wait(b)  gather(c)  swap_in(b)
-forward exit    b     swap_out(b)  free(b)
-forward enter   c     wait(c)  swap_in(c)
-forward exit    c     swap_out(c)
-forward exit    root  swap_out(root)
-backward enter  root  wait(root)  swap_in(root)
-backward enter  c     wait(c)  gather(b)  swap_in(c)
-backward exit   c     reduce(c)  swap_out(c)  free(c)
-backward enter  b     wait(b)  gather(a)  swap_in(b)
-backward exit   b     finish(c)  reduce(b)  swap_out(b)  free(b)
-backward enter  a     wait(a)  swap_in(a)
-backward exit   a     finish(b)  reduce(a)  swap_out(a)  free(a)
-backward end          swap_out(root)  free(root)  finish(a)  reduce(root)  finish(root)
+forward enter   root  gather(root)  wait(root)  gather(a)
+forward enter   a     wait(a)  gather(b)
+forward exit    a     free(a)
+forward enter   b     wait(b)  gather(c)
+forward exit    b     free(b)
+forward enter   c     wait(c)
+forward exit    c
+forward exit    root
+backward enter  root  wait(root)
+backward enter  c     wait(c)  gather(b)
+backward exit   c     reduce(c)  free(c)
+backward enter  b     wait(b)  gather(a)
+backward exit   b     finish(c)  reduce(b)  free(b)
+backward enter  a     wait(a)
+backward exit   a     finish(b)  reduce(a)  free(a)
+backward end          free(root)  finish(a)  reduce(root)  finish(root)
 step                  update(root)  update(a)  update(b)  update(c)"""
 
 STAGE_3_PREFETCH_0 = """\
-forward enter   root  gather(root)  wait(root)  swap_in(root)
-forward enter   a     gather(a)  wait(a)  swap_in(a)
-forward exit    a     swap_out(a)  free(a)
-forward enter   b     gather(b)  wait(b)  swap_in(b)
-forward exit    b     swap_out(b)  free(b)
-forward enter   c     gather(c)  wait(c)  swap_in(c)
-forward exit    c     swap_out(c)
-forward exit    root  swap_out(root)
-backward enter  root  wait(root)  swap_in(root)
-backward enter  c     wait(c)  swap_in(c)
-backward exit   c     reduce(c)  swap_out(c)  free(c)
-backward enter  b     gather(b)  wait(b)  swap_in(b)
-backward exit   b     finish(c)  reduce(b)  swap_out(b)  free(b)
-backward enter  a     gather(a)  wait(a)  swap_in(a)
-backward exit   a     finish(b)  reduce(a)  swap_out(a)  free(a)
-backward end          swap_out(root)  free(root)  finish(a)  reduce(root)  finish(root)
+forward enter   root  gather(root)  wait(root)
+forward enter   a     gather(a)  wait(a)
+forward exit    a     free(a)
+forward enter   b     gather(b)  wait(b)
+forward exit    b     free(b)
+forward enter   c     gather(c)  wait(c)
+forward exit    c
+forward exit    root
+backward enter  root  wait(root)
+backward enter  c     wait(c)
+backward exit   c     reduce(c)  free(c)
+backward enter  b     gather(b)  wait(b)
+backward exit   b     finish(c)  reduce(b)  free(b)
+backward enter  a     gather(a)  wait(a)
+backward exit   a     finish(b)  reduce(a)  free(a)
+backward end          free(root)  finish(a)  reduce(root)  finish(root)
 step                  update(root)  update(a)  update(b)  update(c)"""
 
 STAGE_3_PREFETCH_2 = """\
-forward enter   root  gather(root)  wait(root)  gather(a)  gather(b)  swap_in(root)
-forward enter   a     wait(a)  gather(c)  swap_in(a)
-forward exit    a     swap_out(a)  free(a)
-forward enter   b     wait(b)  swap_in(b)
-forward exit    b     swap_out(b)  free(b)
-forward enter   c     wait(c)  swap_in(c)
-forward exit    c     swap_out(c)
-forward exit    root  swap_out(root)
-backward enter  root  wait(root)  gather(b)  swap_in(root)
-backward enter  c     wait(c)  gather(a)  swap_in(c)
-backward exit   c     reduce(c)  swap_out(c)  free(c)
-backward enter  b     wait(b)  swap_in(b)
-backward exit   b     finish(c)  reduce(b)  swap_out(b)  free(b)
-backward enter  a     wait(a)  swap_in(a)
-backward exit   a     finish(b)  reduce(a)  swap_out(a)  free(a)
-backward end          swap_out(root)  free(root)  finish(a)  reduce(root)  finish(root)
+forward enter   root  gather(root)  wait(root)  gather(a)  gather(b)
+forward enter   a     wait(a)  gather(c)
+forward exit    a     free(a)
+forward enter   b     wait(b)
+forward exit    b     free(b)
+forward enter   c     wait(c)
+forward exit    c
+forward exit    root
+backward enter  root  wait(root)  gather(b)
+backward enter  c     wait(c)  gather(a)
+backward exit   c     reduce(c)  free(c)
+backward enter  b     wait(b)
+backward exit   b     finish(c)  reduce(b)  free(b)
+backward enter  a     wait(a)
+backward exit   a     finish(b)  reduce(a)  free(a)
+backward end          free(root)  finish(a)  reduce(root)  finish(root)
 step                  update(root)  update(a)  update(b)  update(c)"""
 
 STAGE_2 = """\
-forward enter   root  wait(root)  swap_in(root)
-forward enter   a     wait(a)  swap_in(a)
-forward exit    a     swap_out(a)
-forward enter   b     wait(b)  swap_in(b)
-forward exit    b     swap_out(b)
-forward enter   c     wait(c)  swap_in(c)
-forward exit    c     swap_out(c)
-forward exit    root  swap_out(root)
-backward enter  root  wait(root)  swap_in(root)
-backward enter  c     wait(c)  swap_in(c)
-backward exit   c     reduce(c)  swap_out(c)
-backward enter  b     wait(b)  swap_in(b)
-backward exit   b     finish(c)  reduce(b)  swap_out(b)
-backward enter  a     wait(a)  swap_in(a)
-backward exit   a     finish(b)  reduce(a)  swap_out(a)
-backward end          swap_out(root)  finish(a)  reduce(root)  finish(root)
+forward enter   root  wait(root)
+forward enter   a     wait(a)
+forward exit    a
+forward enter   b     wait(b)
+forward exit    b
+forward enter   c     wait(c)
+forward exit    c
+forward exit    root
+backward enter  root  wait(root)
+backward enter  c     wait(c)
+backward exit   c     reduce(c)
+backward enter  b     wait(b)
+backward exit   b     finish(c)  reduce(b)
+backward enter  a     wait(a)
+backward exit   a     finish(b)  reduce(a)
+backward end          finish(a)  reduce(root)  finish(root)
 step                  update(root)  publish(root)  update(a)  publish(a)  update(b)  publish(b)  update(c)  publish(c)"""  # noqa: E501
 
 STAGE_0 = STAGE_2.rpartition("\n")[0] + "\nstep                  update(root)  update(a)  update(b)  update(c)"
@@ -146,25 +146,25 @@ def lines(of: Schedule, event: str) -> list[str]:
 
 def test_without_overlap_each_reduce_is_finished_at_once() -> None:
     assert lines(schedule(2, overlap=False), "backward e")[-2:] == [
-        "backward exit   a     reduce(a)  finish(a)  swap_out(a)",
-        "backward end          swap_out(root)  reduce(root)  finish(root)",
+        "backward exit   a     reduce(a)  finish(a)",
+        "backward end          reduce(root)  finish(root)",
     ]
 
 
 def test_a_frozen_unit_is_gathered_but_neither_reduced_nor_updated() -> None:
     found = schedule(3, frozen=("root", "b"))
     assert lines(found, "backward exit")[1:] == [
-        "backward exit   b     swap_out(b)  free(b)",
-        "backward exit   a     finish(c)  reduce(a)  swap_out(a)  free(a)",
+        "backward exit   b     free(b)",
+        "backward exit   a     finish(c)  reduce(a)  free(a)",
     ]
-    assert lines(found, "backward end") == ["backward end          swap_out(root)  free(root)  finish(a)"]
+    assert lines(found, "backward end") == ["backward end          free(root)  finish(a)"]
     assert lines(found, "step") == ["step                  update(a)  update(c)"]
 
 
 def test_a_last_unit_that_backward_does_not_begin_with_is_freed() -> None:
     found = Schedule(schedule(3).units, (0, 1, 2, 3), (0, 2, 3, 1), 0)
     assert found.stays is None
-    assert lines(found, "forward exit")[2] == "forward exit    c     swap_out(c)  free(c)"
+    assert lines(found, "forward exit")[2] == "forward exit    c     free(c)"
 
 
 def test_events_that_were_not_expected_have_no_actions() -> None:
@@ -236,30 +236,30 @@ def test_the_engine_s_own_schedule_is_the_golden_one(traces: Any) -> None:
 # The command that prints it.
 
 COMMAND = """\
-forward enter   root       gather(root)  wait(root)  gather(tokens)  swap_in(root)
-forward enter   tokens     wait(tokens)  gather(positions)  swap_in(tokens)
-forward exit    tokens     swap_out(tokens)  free(tokens)
-forward enter   positions  wait(positions)  gather(blocks.0)  swap_in(positions)
-forward exit    positions  swap_out(positions)  free(positions)
+forward enter   root       gather(root)  wait(root)  gather(tokens)
+forward enter   tokens     wait(tokens)  gather(positions)
+forward exit    tokens     free(tokens)
+forward enter   positions  wait(positions)  gather(blocks.0)
+forward exit    positions  free(positions)
 forward enter   blocks.0   wait(blocks.0)  gather(blocks.1)  swap_in(blocks.0)
 forward exit    blocks.0   swap_out(blocks.0)  free(blocks.0)
 forward enter   blocks.1   wait(blocks.1)  gather(head)  swap_in(blocks.1)
 forward exit    blocks.1   swap_out(blocks.1)  free(blocks.1)
-forward enter   head       wait(head)  swap_in(head)
-forward exit    head       swap_out(head)
-forward exit    root       swap_out(root)
-backward enter  root       wait(root)  swap_in(root)
-backward enter  head       wait(head)  gather(blocks.1)  swap_in(head)
-backward exit   head       reduce(head)  swap_out(head)  free(head)
+forward enter   head       wait(head)
+forward exit    head
+forward exit    root
+backward enter  root       wait(root)
+backward enter  head       wait(head)  gather(blocks.1)
+backward exit   head       reduce(head)  free(head)
 backward enter  blocks.1   wait(blocks.1)  gather(blocks.0)  swap_in(blocks.1)
 backward exit   blocks.1   finish(head)  reduce(blocks.1)  swap_out(blocks.1)  free(blocks.1)
 backward enter  blocks.0   wait(blocks.0)  gather(positions)  swap_in(blocks.0)
 backward exit   blocks.0   finish(blocks.1)  reduce(blocks.0)  swap_out(blocks.0)  free(blocks.0)
-backward enter  positions  wait(positions)  gather(tokens)  swap_in(positions)
-backward exit   positions  finish(blocks.0)  reduce(positions)  swap_out(positions)  free(positions)
-backward enter  tokens     wait(tokens)  swap_in(tokens)
-backward exit   tokens     finish(positions)  reduce(tokens)  swap_out(tokens)  free(tokens)
-backward end               swap_out(root)  free(root)  finish(tokens)  reduce(root)  finish(root)
+backward enter  positions  wait(positions)  gather(tokens)
+backward exit   positions  finish(blocks.0)  reduce(positions)  free(positions)
+backward enter  tokens     wait(tokens)
+backward exit   tokens     finish(positions)  reduce(tokens)  free(tokens)
+backward end               free(root)  finish(tokens)  reduce(root)  finish(root)
 step                       update(root)  update(tokens)  update(positions)  update(blocks.0)  update(blocks.1)  update(head)
 """  # noqa: E501
 

@@ -114,7 +114,7 @@ def add_parameters(contents: Contents, engine: Engine, names: Mapping[int, str])
         for segment in lane.layout.segments(engine.mesh.rank):
             if segment.param == slot.index:
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
-                contents.add_range((PARAM, names[id(slot.user)]), slot.shape, dtype, segment.start, read)
+                contents.add_range((PARAM, names[id(slot.param)]), slot.shape, dtype, segment.start, read)
 
 
 def exact_part(lane: Lane, segment: Segment) -> Tensor:
@@ -171,7 +171,7 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
     scalars: dict[str, list[Any]] = {}
     for piece in stepper.pieces():
         slot = slots[piece.name]
-        name, role = names[id(slot.user)], role_of(number, piece.key)
+        name, role = names[id(slot.param)], role_of(number, piece.key)
         keys[role] = list(piece.key)
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece.begin, piece.value)
@@ -217,7 +217,7 @@ def add_average(contents: Contents, key: str, average: Any, engine: Engine, name
     for piece in average.pieces():
         slot = slots[piece.name]
         read = _Once(piece.value.numel(), lambda value=piece.value: value)  # type: ignore[misc]
-        contents.add_range((f"ema.{key}", names[id(slot.user)]), slot.shape, piece.value.dtype, piece.begin, read)
+        contents.add_range((f"ema.{key}", names[id(slot.param)]), slot.shape, piece.value.dtype, piece.begin, read)
     return {"updates": average.updates}
 
 

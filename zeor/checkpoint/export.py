@@ -232,12 +232,12 @@ def _chosen(model: nn.Module, target: Target) -> str:
 def _model_values(
     state: Any, targets: list[Target], names: Mapping[int, str], wanted: torch.dtype | None, max_nbytes: int
 ) -> Values:
-    slots = {id(slot.user): slot for slot in state.engine.slots} if state is not None else {}
+    slots = {id(slot.param): slot for slot in state.engine.slots} if state is not None else {}
     chosen = [slots[id(target.tensor)] for target in targets if id(target.tensor) in slots]
     if chosen:
         # A wider dtype is asked of the masters themselves; a narrower one is cast on rank 0.
         widened = lambda slot: max(slot.dtype, _target(slot.dtype, wanted), key=lambda dtype: dtype.itemsize)
-        named = {slot.name: names[id(slot.user)] for slot in chosen}
+        named = {slot.name: names[id(slot.param)] for slot in chosen}
         for name, value in iter_slots(state.engine, chosen, max_nbytes, widened):
             yield named[name], value, 0
             del value

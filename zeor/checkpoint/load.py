@@ -111,7 +111,7 @@ class Load:
         for other, name in self.run.aliases.items():
             others.setdefault(name, []).append(other)
         for slot in self.run.engine.slots:
-            name = self.run.names[id(slot.user)]
+            name = self.run.names[id(slot.param)]
             names = [name, *others.get(name, ()), *(aliases[n] for n in [name, *others.get(name, ())] if n in aliases)]
             found = next((n for n in names if (parts.PARAM, n) in self._stored), None)
             if found is None:
@@ -219,7 +219,7 @@ class Load:
         for group in stepper.optimizer.param_groups:
             for param in group["params"]:
                 slot = stepper.segments.slots[id(param)]
-                name = self.run.names[id(slot.user)]
+                name = self.run.names[id(slot.param)]
                 mine = stepper.segments.of(param)
                 if mine is None:
                     continue
@@ -242,7 +242,7 @@ class Load:
 
     def _plan_average(self, key: str, average: EMA) -> None:
         slots = {slot.name: slot for slot in self.run.engine.slots}
-        names = {mine.name: self.run.names[id(slots[mine.name].user)] for mine in average.pieces()}
+        names = {mine.name: self.run.names[id(slots[mine.name].param)] for mine in average.pieces()}
         lacking = [name for name in names.values() if (f"ema.{key}", name) not in self._stored]
         if lacking and self.strict:
             raise CheckpointError(
@@ -302,7 +302,7 @@ class Load:
                 if engine.mesh.world > 1 and not lane.frees and not lane.updates_whole:
                     lane.start_gather(f"gather of unit {unit.name!r} after loading")
                     lane.wait()
-        torch.autograd.graph.increment_version([slot.full for slot in engine.slots])
+                lane.changed()  # a graph made before is stale
         for stepper, settings in zip(self.run.steppers, self._settings):
             self._set_groups(stepper, settings)
 

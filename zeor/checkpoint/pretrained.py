@@ -89,7 +89,7 @@ def _agree(mesh: Mesh, problem: str, label: str) -> None:
 
 def _entries_by_slot(engine: Engine, found: Match) -> dict[Slot, Entry]:
     entries = {id(target.tensor): entry for target, entry in found.pairs if not target.is_buffer}
-    return {slot: entries[id(slot.user)] for slot in engine.slots if id(slot.user) in entries}
+    return {slot: entries[id(slot.param)] for slot in engine.slots if id(slot.param) in entries}
 
 
 # ---- into a sharded model
@@ -106,9 +106,8 @@ def _load_sharded(engine: Engine, found: Match, reader: Reader) -> str:
                 continue
             problem = problem or _attempt(_read_lane, lane, mine, reader)
             _publish(engine, unit, lane)
-    loaded = [slot.full for slot in entries]
-    if loaded:
-        torch.autograd.graph.increment_version(loaded)  # a graph made before is stale
+    for lane in dict.fromkeys(slot.lane for slot in entries):
+        lane.changed()  # a graph made before is stale
     for target, entry in found.pairs:
         if target.is_buffer:
             value = torch.empty_like(target.tensor, device=engine.mesh.device)

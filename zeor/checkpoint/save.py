@@ -40,7 +40,7 @@ class Run:
         self.names, self.aliases = parts.parameter_names(model)
         self.mesh: Mesh = engine.mesh
         # Beside a drop-in optimizer a model may have parameters that nobody shards.
-        sharded = {id(slot.user) for slot in engine.slots}
+        sharded = {id(slot.param) for slot in engine.slots}
         self.plain_params = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
 
     def apart(self, control: Any) -> Run:
@@ -88,7 +88,7 @@ def add_extra(found: Contents, run: Run, extra: Mapping[str, Any]) -> None:
 def _model(run: Run) -> dict[str, Any]:
     """What rank 0 says of the model; taken when the save is called, for the model may change while it is written."""
     params = {
-        run.names[id(slot.user)]: {"dtype": str(slot.dtype).removeprefix("torch."), "trains": slot.user.requires_grad}
+        run.names[id(slot.param)]: {"dtype": str(slot.dtype).removeprefix("torch."), "trains": slot.param.requires_grad}
         for slot in run.engine.slots
     }
     software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.engine.plan.stage}

@@ -1,14 +1,35 @@
 """Buffers that come and go, and the ledger that knows how many bytes of them are alive.
 
 A `FullBuffer` is one storage under many tensors. `free()` gives the memory back while every tensor
-over it stays valid as an object; `inflate()` allocates it anew. That is what lets autograd's saved
-tensors live through a unit's absence: they point at the storage, not at the bytes. Reading a freed
-buffer crashes, so none of these tensors is ever handed to a user while it can be freed.
+over it stays valid as an object; `inflate()` allocates it anew, under the same tensors.
+
+Note [Lent]
+~~~~~~~~~~~
+Reading memory that was given back crashes, and anybody may keep a tensor over it in any place: a hook's dictionary, an
+attribute of a custom Function's ctx, a graph of second order, a numpy array. So a buffer that is freed is only *away*
+(whoever needs it gathers it again, into the same storage). Its memory is given back when nobody but the engine looks
+at it, and torch counts who does:
+
+1. tensors, storages and arrays over the memory: the use count of the storage, against what the engine itself holds,
+   which is counted once, when the parameters have just been laid there and nobody can have another tensor yet;
+2. what C++ holds of a parameter itself (a graph that saved it without our hooks): the use count of the parameter,
+   against the one that Python holds and the one of autograd's accumulator.
+
+Both counts can only be too high for a moment (a thread of a backend, a debugger, a hook that runs): that costs memory
+until the next sweep, at the next free or at the end of a pass. They cannot be too low, because every tensor over a
+storage holds a reference to it. A parameter that Python holds counts for nothing: it is `Away` (param.py) and asks
+before it is read. What autograd saves of a unit is no tensor: see Note [What autograd saves] in runtime/saved.py.
+
+Whoever looks at lent memory sees what he would see in plain PyTorch: it is never written while he could read it (a
+gather into it is waited for at once), and after a step it is filled anew (`Lent` in runtime/lent.py).
 """
 
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +43,8 @@ class Ledger:
         self.live_nbytes = 0
         self.peak_nbytes = 0
         self._idle: list[Tensor] = []  # see Note [Idle blocks]
-        self._lent: dict[int, Tensor] = {}
+        self._blocks: dict[int, Tensor] = {}  # handed out, by address
+        self._waiting: list[FullBuffer] = []  # freed, and somebody still looks at them: see Note [Lent]
         self._largest_nbytes = 0
 
     def add(self, kind: str, nbytes: int) -> None:
@@ -36,6 +58,16 @@ class Ledger:
 
     def reset_peak(self) -> None:
         self.peak_nbytes = self.live_nbytes
+
+    def sweep(self) -> None:
+        """Give back what nobody looks at any more: see Note [Lent]."""
+        if self._waiting:
+            self._waiting = [buffer for buffer in self._waiting if not buffer.give_back()]
+
+    def wait_for(self, buffer: FullBuffer) -> None:
+        """Somebody looks at a freed buffer: it is given back by a later sweep."""
+        if buffer not in self._waiting:
+            self._waiting.append(buffer)
 
     # Note [Idle blocks]
     # On a host, allocating and freeing megabytes at a time tears holes into the heap between longer-lived
@@ -56,13 +88,13 @@ class Ledger:
             block = torch.empty(self._largest_nbytes, dtype=torch.uint8)
         else:
             self._idle = [other for other in self._idle if other is not block]
-        self._lent[block.data_ptr()] = block
+        self._blocks[block.data_ptr()] = block
         return block[:nbytes].view(dtype)
 
     def give(self, kind: str, flat: Tensor) -> None:
         """The buffer is no longer used by anybody."""
         self.drop(kind, flat.nbytes)
-        block = self._lent.pop(flat.data_ptr(), None)
+        block = self._blocks.pop(flat.data_ptr(), None)
         if block is not None:
             self._idle.append(block)
 
@@ -79,6 +111,8 @@ def lasting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class FullBuffer:
     """A flat tensor whose memory can be freed and brought back. Its bytes count as `kind` in the ledger."""
 
+    by_storage: ClassVar[dict[int, weakref.ref[FullBuffer]]] = {}  # those that can be freed, by their storage
+
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger | None, kind: str = "compute"
     ):
@@ -87,28 +121,71 @@ class FullBuffer:
         self.flat = torch.empty(numel, dtype=dtype, device=device) if ledger else lasting(numel, dtype, device)
         self.nbytes = numel * dtype.itemsize
         self._storage = self.flat.untyped_storage()
+        self._key = self._storage._cdata
         self._ledger = ledger  # None: this buffer is resident and never freed
+        self.inflated = True  # its values are here, or on their way
+        self.ready = True  # its values are here
+        self.asks: Callable[[], None] | None = None  # brings it, when autograd needs it and it is away
+        self.params: Sequence[Tensor] = ()  # those that lie over it
+        self.offsets: Sequence[int] = ()
+        self._own_uses = 0
         if ledger is not None:
             ledger.add(self.kind, self.nbytes)
+            key, table = self._key, FullBuffer.by_storage
+            table[key] = weakref.ref(self, lambda _: table.pop(key, None))
+
+    def watch(self, params: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        """These parameters have just been laid over it, and nobody but the engine has another tensor over it."""
+        self.params, self.offsets = params, offsets
+        self._own_uses = torch._C._storage_Use_Count(self._key)
 
     @property
-    def inflated(self) -> bool:
-        return self._storage.size() == self.nbytes
+    def uses(self) -> int:
+        return torch._C._storage_Use_Count(self._key)  # type: ignore[no-any-return]
+
+    def own(self, more: int) -> None:
+        """The engine itself has made so many more tensors over it, to keep."""
+        self._own_uses += more
 
     def inflate(self) -> None:
         assert self._ledger is not None
         if not self.inflated:
-            self._storage.resize_(self.nbytes)
-            self._ledger.add(self.kind, self.nbytes)
+            self.inflated = True
+            if self._storage.size() != self.nbytes:
+                self._storage.resize_(self.nbytes)
+                self._ledger.add(self.kind, self.nbytes)
 
     def free(self) -> None:
         assert self._ledger is not None
         if self.inflated and self.nbytes:
-            self._storage.resize_(0)
-            self._ledger.drop(self.kind, self.nbytes)
+            self.inflated = self.ready = False
+            self._ledger.sweep()
+            if not self.give_back():
+                self._ledger.wait_for(self)
+
+    def give_back(self) -> bool:
+        """Whether there was nothing to give back, or nobody looks at it: see Note [Lent]."""
+        if self.inflated or self._ledger is None or self._storage.size() == 0:
+            return True
+        if self.lent or not self._storage.resizable():  # a numpy array over it has fixed its size for good
+            return False
+        self._storage.resize_(0)
+        self._ledger.drop(self.kind, self.nbytes)
+        return True
+
+    @property
+    def lent(self) -> bool:
+        """Somebody but the engine looks at its memory: see Note [Lent]."""
+        if not self.params:
+            return False  # nobody is ever given a tensor over it
+        if torch._C._storage_Use_Count(self._key) > self._own_uses:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(param._use_count() > 1 + param.requires_grad for param in self.params)  # type: ignore[attr-defined]
 
     def let_go(self) -> None:
         """Not this buffer's any more: its memory lives as long as a tensor over it does."""
+        self.params, self.asks = (), None
         if self._ledger is not None and self.inflated:
             self._ledger.drop(self.kind, self.nbytes)
             self._ledger = None
@@ -116,11 +193,11 @@ class FullBuffer:
     def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
         """A tensor over this storage with a version counter of its own: filling the buffer does not
         look like an in-place change to autograd, so tensors saved before a free stay usable after it."""
-        away = not self.inflated
+        away = self._storage.size() != self.nbytes
         if away:
-            self.inflate()  # set_ grows a storage that is too small, behind the ledger's back
+            self._storage.resize_(self.nbytes)  # set_ grows a storage that is too small, behind the ledger's back
         made = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
         made.set_(self._storage, offset, shape)  # type: ignore[call-overload]
         if away:
-            self.free()
+            self._storage.resize_(0)
         return made

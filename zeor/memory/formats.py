@@ -38,6 +38,11 @@ from torch import Tensor
 #     0x7f7fffff  0x7f80    -1        finite, but forward reads infinity; joined it is finite again
 #     0x7f800000  0x7f80     0        infinity itself. The finite ones beside it have remainders below zero
 #     any NaN     0x7fc0     0        one NaN for all, as in the cast
+#
+# A user may write to compute, which is the upper half, and the remainder does not know. So the join is total: any
+# compute with any remainder is a number that rounds to that compute. The pairs that no number was split into are a zero
+# with a remainder below zero and an infinity with one above; their sums are the bits of a NaN. So where the sum is
+# a NaN it is compute itself.
 
 HALF_UNIT_BITS = 0x8000
 BF16_NAN_BITS = 0x7FC0
@@ -88,6 +93,9 @@ def join_into(master: Tensor, compute: Tensor, remainder: Tensor) -> None:
         bits = master_chunk.view(torch.int32)
         bits.copy_(remainder_chunk)
         bits.add_(compute_chunk.view(torch.int16), alpha=1 << 16)  # in int32: one pass for shift and sum
+        # On a host a sum tells whether there is a NaN, in one fast pass; a device is not waited for.
+        if master_chunk.device.type != "cpu" or math.isnan(master_chunk.sum()):
+            master_chunk.copy_(torch.where(master_chunk.isnan(), compute_chunk.to(torch.float32), master_chunk))
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,41 +1,49 @@
-"""The view: what a parameter, and its gradient, is outside forward and backward.
+"""The view: a gradient of which this rank holds a part, or values of a parameter that are not here.
 
-A `View` is a wrapper tensor with the true shape, dtype and device of the whole parameter that holds
-only this rank's part, through a `Held`. Metadata tells the truth; what can be right on parts works
-(norms, scaling, clamping); what cannot raises one sentence that names the parameter and what to call.
-This is the only Tensor subclass in zeor. It knows no collective: the `Held` behind it does.
+A `View` is a wrapper tensor with the true shape, dtype and device that holds no bytes, only a `Held`. Metadata tells
+the truth; what can be right on parts works (norms, scaling, element-wise edits of a gradient); what cannot raises one
+sentence that names the parameter and what to call. It knows no collective: the `Held` behind it does.
 
 Note [What a view answers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. Metadata (shape, dtype, device, requires_grad, numel, ...): answered by the wrapper itself.
-2. Handlers (the table at the end of this file): norms, in-place arithmetic of gradients, the check and
-   unscaling of GradScaler, detach, loading.
-3. Any other read: the view is replaced by its full value where one is at hand (for a parameter: compute
-   rests FULL), which also makes penalties on parameters differentiable; otherwise it raises.
+1. Metadata (shape, dtype, device, numel, ...): answered by the wrapper itself.
+2. Handlers (the table at the end of this file), where the view is the operation's own tensor: norms, in-place
+   arithmetic and assignments to elements of gradients, the check and unscaling of GradScaler, detach, conversions.
+3. Any other read, also by an operation that writes to something else: the view is replaced by its full value where
+   one is at hand; otherwise it raises.
 4. Any other write raises: it would miss the fp32 master or the other ranks.
+A view never needs a gradient. The parameter itself is no view: see param.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Held:
-    """What stands behind a view. The runtime implements it; this class lists what views ask for."""
+    """What stands behind a view or a parameter. The runtime implements it; this class lists what they ask for."""
 
     name: str
 
-    def read(self) -> Tensor:
-        """The parameter's full value, or RuntimeError where it is not on this rank."""
+    def read(self, writes: bool = False) -> Tensor:
+        """The parameter, with its full value here, or RuntimeError where that cannot be. `writes`: to be written to."""
         raise NotImplementedError
 
-    def load(self, value: Tensor) -> None:
-        """Take this rank's part of a full value; refused outside load_state_dict and full_params."""
+    def get_data(self) -> Tensor:
+        """The parameter's values as a tensor that needs no gradient."""
+        raise NotImplementedError
+
+    def set_data(self, value: Tensor) -> None:
+        """New values, of the parameter's own shape, dtype and device."""
+        raise NotImplementedError
+
+    def load(self, value: Any) -> None:
+        """Take this rank's part of a full value: a tensor that can be expanded to the shape, or a number."""
         raise NotImplementedError
 
     def set_requires_grad(self, flag: bool) -> None:
@@ -51,10 +59,6 @@ class Held:
         """The gradient was changed in place, by this method of tensors."""
         raise NotImplementedError
 
-    def leaf(self) -> Tensor:
-        """The full Parameter that autograd knows; its memory may be away."""
-        raise NotImplementedError
-
     def after_grad(self, hook: Callable) -> Any:
         """Call `hook(parameter)` whenever a backward has brought its gradient; returns a handle to remove it."""
         raise NotImplementedError
@@ -67,8 +71,8 @@ class Held:
         """The gradient's full value by a collective."""
         raise NotImplementedError
 
-    def norm(self, ord: float, of_grad: bool) -> Tensor:
-        """The norm of the whole parameter or gradient: the same plain scalar on every rank."""
+    def norm(self, ord: float) -> Tensor:
+        """The norm of the whole gradient: the same plain scalar on every rank."""
         raise NotImplementedError
 
     def scale_grad(self, factor: Tensor | float) -> None:
@@ -89,61 +93,70 @@ class Held:
 
 
 class View(torch.Tensor):
-    """A parameter or a gradient of which this rank holds a part. See the module's docstring."""
+    """A gradient of which this rank holds a part, or a parameter's values that are away. See the module's docstring."""
 
     _held: Held
     _of_grad: bool
-    _wants_grad: bool
-    _is_param: bool  # what isinstance(view, torch.nn.Parameter) looks at
+    _device: torch.device
 
     @staticmethod
     def __new__(cls, like: Tensor, held: Held, of_grad: bool) -> View:
-        view = torch.Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            dtype=like.dtype,
-            device=like.device,
-        )
-        view._wants_grad = like.requires_grad and not of_grad
-        view._held = held
-        view._of_grad = of_grad
-        view._is_param = not of_grad
+        # To C++ a parameter's values are on the meta device: `other.data = view`, which asks no Python, is refused.
+        place = like.device if of_grad else torch.device("meta")
+        view = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=place)
+        view._held, view._of_grad, view._device = held, of_grad, like.device
         return view
 
     def __init__(self, like: Tensor, held: Held, of_grad: bool):
         pass
 
-    # What autograd itself sees never needs a gradient: a torch that does not ask views about backward(inputs=...)
-    # then refuses them, where it would silently compute nothing.
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._wants_grad
+    def value(self) -> Tensor:
+        """The full value, a plain tensor that needs no gradient; RuntimeError where it is not on this rank."""
+        return self._held.read_grad() if self._of_grad else self._held.read().detach()
 
-    @requires_grad.setter
-    def requires_grad(self, flag: bool) -> None:
-        _set_requires_grad(_T.requires_grad_, (self, flag), {})
-
-    # A Python property, not autograd's slot: the engine hears at once when a gradient is dropped.
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        return None if self._of_grad else self._held.get_grad()
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self._device.type == "meta"
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self._device.type == "cpu"
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self._device.type == "cuda"
+
+    # Python properties, not autograd's slots: a view is no part of any graph.
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._held.set_grad(value)
+        if value is not None:
+            raise RuntimeError(f"{self!r} is no parameter: it has no gradient of its own.")
 
-    @grad.deleter
-    def grad(self) -> None:
-        self._held.set_grad(None)
+    @property
+    def data(self) -> View:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:
+            self.copy_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kind = "gradient of" if self._of_grad else "parameter"
+        kind = "gradient of" if self._of_grad else "values of parameter"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<zeor view: {kind} {self._held.name}, {tuple(self.shape)}, {dtype}, {self.device}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            f"{self!r} holds one rank's part and cannot be pickled; save inside "
+            f"{self!r} holds one rank's part and cannot be pickled; use zeor.save or zeor.export, or save inside "
             "`with zeor.full_params(model):`, where model.state_dict() is the plain one."
         )
 
@@ -157,58 +170,80 @@ class View(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
-        if handler is not None:
+        if handler is not None and _is_own(args):
             return handler(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA or (getattr(func, "__name__", "") == "__get__" and _is_metadata(func)):
+        if is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-            if _writes(func, kwargs):
-                _refuse_write(func, (args, kwargs))
-            args, kwargs = tree_map_only(View, _value, (args, kwargs))
-            return func(*args, **kwargs)
+        if isinstance(written(func, args, kwargs), View):
+            _refuse_write(func, (args, kwargs))
+        args, kwargs = tree_map_only(View, View.value, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         # Only C++ code that never asked __torch_function__ gets here, with a view it cannot use.
-        views = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, View)]
+        views = [v for v in tree_leaves((args, kwargs)) if isinstance(v, View)]
         raise RuntimeError(f"{func} was called on {views[0]!r}; use `with zeor.full_params(model):` around it.")
 
 
-def _value(view: View) -> Tensor:
-    return view._held.read_grad() if view._of_grad else view._held.read()
+def _is_own(args: tuple) -> bool:
+    """The operation is one of the view's own: its first argument is a view, or a list of views alone."""
+    first = args[0] if args else None
+    if isinstance(first, (tuple, list)):
+        return bool(first) and all(isinstance(each, View) for each in first)
+    return isinstance(first, View)
 
 
-def _is_metadata(func: Any) -> bool:
-    return getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES
+def is_metadata(func: Any) -> bool:
+    """Answered without the bytes."""
+    if func in _METADATA:
+        return True
+    return getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in _VALUE_PROPERTIES
 
 
-def _writes(func: Callable, kwargs: dict) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _WRITING_NAMES or isinstance(kwargs.get("out"), View)
+def written(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What an operation writes to, as far as its name tells: its first argument, or what `out=` names; or None."""
+    out = kwargs.get("out")
+    if out is not None:
+        targets = out if isinstance(out, (tuple, list)) else (out,)
+        return next((target for target in targets if type(target) is not Tensor), None)
+    name = str(getattr(func, "__name__", "")).split(".")[0]  # add_.Tensor
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING_NAMES
+    if not in_place and not kwargs.get("inplace"):
+        return None
+    first = args[0] if args else next((kwargs[name] for name in ("input", "tensor", "self") if name in kwargs), None)
+    if isinstance(first, (tuple, list)):
+        return next((each for each in first if isinstance(each, View)), None)
+    return first
 
 
-def _refuse_write(func: Callable, args: Any) -> None:
-    view = next((v for v in torch.utils._pytree.tree_leaves(args) if isinstance(v, View)), None)
+def _refuse_write(func: Callable, args: Any) -> NoReturn:
+    view = next((v for v in tree_leaves(args) if isinstance(v, View)), None)
     raise RuntimeError(
         f"{getattr(func, '__name__', func)} would write to {view!r}, of which this rank holds a part; "
         "write inside `with zeor.full_params(model, write=True):`."
     )
 
 
-# ---- handlers: (func, args, kwargs) -> result
-
-
-def _detach(func: Callable, args: tuple, kwargs: dict) -> View:
-    view = args[0]
+def changes_nothing(func: Callable, like: Tensor, args: tuple, kwargs: dict) -> bool:
+    """Whether a conversion (`to`, `float`, `cuda`, ...) gives a tensor of this dtype and device back as it is."""
     with torch._C.DisableTorchFunctionSubclass():
-        alias = View(view, view._held, view._of_grad)
-    alias._wants_grad = alias._is_param = False
-    return alias
+        tried = torch.empty(0, dtype=like.dtype, device=like.device)
+        return func(tried, *args, **kwargs) is tried
+
+
+# ---- handlers: (func, args, kwargs) -> result; the first argument is a view, or a list of views
 
 
 def _identity(func: Callable, args: tuple, kwargs: dict) -> View:
     return args[0]
+
+
+def _convert(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """`to`, `float`, `cuda` and kin: model.to(...) calls them on gradients too."""
+    view = args[0]
+    return view if changes_nothing(func, view, args[1:], kwargs) else func(view.value(), *args[1:], **kwargs)
 
 
 def _make_like(func: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -225,38 +260,37 @@ def _make_new(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _set_requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
-    view = args[0]
     flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    if not view._of_grad and view._is_param and flag != view.requires_grad:
-        view._held.set_requires_grad(flag)
-    view._wants_grad = bool(flag) and not view._of_grad
-    return view
+    if flag:
+        raise RuntimeError(f"{args[0]!r} is no part of any graph, so it cannot require a gradient.")
+    return args[0]
 
 
 def _norm(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """vector_norm(x, ord), norm(x, p) and x.norm(p) over all elements."""
+    """vector_norm(x, ord), norm(x, p) and x.norm(p) over all elements of a gradient."""
     view, *rest = args
+    if not view._of_grad or kwargs.get("dim") is not None or len(rest) > 1 or kwargs.get("out") is not None:
+        return func(view.value(), *rest, **kwargs)
     ord = rest[0] if rest else kwargs.get("ord", kwargs.get("p", 2))
-    ord = 2.0 if ord in ("fro", None) else float(ord)
-    if kwargs.get("dim") is not None or len(rest) > 1:
-        return func(_value(view), *rest, **kwargs)
-    norm = view._held.norm(ord, view._of_grad)
+    norm = view._held.norm(2.0 if ord in ("fro", None) else float(ord))
+    if kwargs.get("keepdim"):
+        norm = norm.view([1] * view.dim())
     return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
 
 
 def _foreach_norm(func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
     views, *rest = args
-    ord = float(rest[0] if rest else kwargs.get("ord", 2))
-    return tuple(v._held.norm(ord, v._of_grad) for v in views)
+    kwargs = {"ord": rest[0], **kwargs} if rest else kwargs
+    return tuple(_norm(torch.linalg.vector_norm, (view,), kwargs) for view in views)
 
 
 def _scale(func: Callable, args: tuple, kwargs: dict) -> View:
     """Multiplication by one number: the clip factor, a loss scale."""
-    view, factor = args[0], args[1]
+    view, factor = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if not view._of_grad:
         _refuse_write(func, args)
     if isinstance(factor, Tensor) and factor.numel() != 1:
-        return _in_place(func, args, kwargs)
+        return _in_place(_T.mul_, (view, factor), {})
     view._held.scale_grad(factor)
     return view
 
@@ -278,13 +312,32 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> View:
 
     def part(x: Tensor) -> Tensor:
         if isinstance(x, View):
-            return x._held.local_grad() if x._of_grad else held.cut(x._held.read())
+            return x._held.local_grad() if x._of_grad else held.cut(x.value())
         return x if x.numel() == 1 and view.numel() != 1 else held.cut(x)
 
     rest, kwargs = tree_map_only(Tensor, part, (args[1:], kwargs))
     func(local, *rest, **kwargs)
     held.edited(func.__name__, args[1:], given)
     return view
+
+
+def _set_elements(func: Callable, args: tuple, kwargs: dict) -> None:
+    """grad[key] = value: the elements that lie in this rank's part, found by their numbers in the whole."""
+    view, key, value = args
+    if not view._of_grad:
+        _refuse_write(func, args)
+    held = view._held
+    key, value = tree_map_only(View, View.value, (key, value))
+    numbers = torch.arange(view.numel(), device=view.device).view(view.shape)
+    mine, chosen = held.cut(numbers), numbers[key]
+    values = torch.as_tensor(value, dtype=view.dtype, device=view.device).expand(chosen.shape)
+    if mine.numel():
+        inside = (chosen >= mine[0]) & (chosen <= mine[-1])
+        local = held.local_grad()
+        local[chosen[inside] - mine[0]] = values[inside].to(local.dtype)
+    else:
+        held.local_grad()  # norms are forgotten on every rank
+    held.edited("__setitem__", ([key], value), {})  # a rank that only follows cannot repeat it
 
 
 def _foreach_in_place(name: str) -> Callable:
@@ -302,7 +355,7 @@ def _foreach_in_place(name: str) -> Callable:
 def _elementwise_check(func: Callable, args: tuple, kwargs: dict) -> Tensor:
     """isfinite, isnan, isinf of a gradient: exact, element by element, by a gather."""
     view = args[0]
-    return func(view._held.gather_grad() if view._of_grad else view._held.read())
+    return func(view._held.gather_grad() if view._of_grad else view.value())
 
 
 def _amp(func: Callable, args: tuple, kwargs: dict) -> None:
@@ -318,59 +371,38 @@ def _copy(func: Callable, args: tuple, kwargs: dict) -> View:
     return view
 
 
-def _register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """On the parameter that autograd knows: the hook sees this rank's own gradient, before ranks are averaged."""
-    view, *rest = args
-    if view._of_grad or not view._is_param:
-        raise RuntimeError(f"{view!r} is no part of any graph, so a hook on it would never be called.")
-    return func(view._held.leaf(), *rest, **kwargs)
+def _no_hooks(func: Callable, args: tuple, kwargs: dict) -> Any:
+    raise RuntimeError(f"{args[0]!r} is no part of any graph, so a hook on it would never be called.")
 
 
-def _after_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
-    view, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
-    return view._held.after_grad(hook)
-
-
-def _backward(func: Callable, args: tuple, kwargs: dict) -> None:
-    """backward(inputs=parameters): autograd is told of the parameters it knows."""
-    if any(isinstance(x, View) for x in (args[0] if isinstance(args[0], (tuple, list)) else args[:1])):
-        raise RuntimeError(f"backward was called on {args[0]!r}, which is the result of nothing; call it on a loss.")
-    func(*args, **tree_map_only(View, lambda view: view._held.leaf(), kwargs))
-
-
-def _refuse_autograd_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
-    view = next(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, View))
-    raise RuntimeError(
-        f"torch.autograd.grad was asked for the gradient of {view!r}, which ranks compute together; call "
-        "loss.backward() and use .grad, or take this rank's own inside `with zeor.full_params(model):`."
-    )
+def _no_backward(func: Callable, args: tuple, kwargs: dict) -> None:
+    raise RuntimeError(f"backward was called on {args[0]!r}, which is the result of nothing; call it on a loss.")
 
 
 _T = torch.Tensor
 _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 _WRITING_NAMES = {
     "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__",
+    "__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__", "__ilshift__", "__irshift__",
 }  # fmt: skip
 _METADATA = {
     _T.size, _T.numel, _T.nelement, _T.dim, _T.ndimension, _T.stride, _T.element_size, _T.is_floating_point,
     _T.is_complex, _T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__, _T.storage_offset, _T.type,
     _T.is_signed, torch.numel, torch.is_floating_point, torch.is_complex, _T.__deepcopy__,
-    _T.__reduce_ex__, _T._is_view,
+    _T.__reduce_ex__, _T._is_view, _T.is_shared, torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
+CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 
 _HANDLERS: dict[Any, Callable] = {
-    _T.detach: _detach,
-    torch.detach: _detach,
+    _T.detach: _identity,
+    torch.detach: _identity,
     _T.detach_: _identity,
     _T.retain_grad: _identity,  # a leaf's gradient is retained anyway
-    _T.register_hook: _register_hook,
-    _T.register_post_accumulate_grad_hook: _after_grad,
-    torch.autograd.backward: _backward,
-    torch.autograd.grad: _refuse_autograd_grad,
-    # `.data` too: what is written through it must meet the same refusal, or the same arithmetic on a gradient.
-    _T.data.__get__: _detach,  # type: ignore[attr-defined]
     _T.requires_grad_: _set_requires_grad,
+    _T.register_hook: _no_hooks,
+    _T.register_post_accumulate_grad_hook: _no_hooks,
+    torch.autograd.backward: _no_backward,
+    _T.backward: _no_backward,
     torch.linalg.vector_norm: _norm,
     torch.norm: _norm,
     _T.norm: _norm,
@@ -380,6 +412,8 @@ _HANDLERS: dict[Any, Callable] = {
     torch._foreach_mul_: _foreach_scale,
     torch._amp_foreach_non_finite_check_and_unscale_: _amp,
     _T.copy_: _copy,
+    _T.__setitem__: _set_elements,
+    **{getattr(_T, name): _convert for name in CONVERSIONS},
     **{check: _elementwise_check for name in ("isfinite", "isnan", "isinf")
        for check in (getattr(torch, name), getattr(_T, name))},
 }  # fmt: skip
@@ -387,8 +421,8 @@ for _name in ("zeros", "ones", "full", "empty", "rand", "randn"):
     _HANDLERS[getattr(torch, f"{_name}_like")] = _make_like
     if hasattr(_T, f"new_{_name}"):
         _HANDLERS[getattr(_T, f"new_{_name}")] = _make_new
-for _name in ("div_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "nan_to_num_", "add_", "sub_", "neg_",
-              "fill_", "addcmul_", "lerp_"):  # fmt: skip
+for _name in ("div_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "nan_to_num_", "add_", "sub_", "neg_", "abs_",
+              "sign_", "pow_", "sqrt_", "fill_", "addcmul_", "addcdiv_", "lerp_", "masked_fill_"):  # fmt: skip
     _HANDLERS[getattr(_T, _name)] = _in_place
     if hasattr(torch, f"_foreach_{_name}"):
         _HANDLERS[getattr(torch, f"_foreach_{_name}")] = _foreach_in_place(_name)

@@ -32,7 +32,7 @@ def check_kind(engine: Engine, optimizer: Optimizer) -> list[Kind]:
                 "updates the whole model, or an optimizer such as AdamW."
             )
     if updates_are_cut(engine):
-        names = {id(slot.user): slot.name for slot in engine.slots}
+        names = {id(slot.param): slot.name for slot in engine.slots}
         for kind, group in zip(kinds, optimizer.param_groups):
             for param in group["params"] if kind.elementwise else ():
                 state = optimizer.state.get(param) or {}
@@ -42,7 +42,7 @@ def check_kind(engine: Engine, optimizer: Optimizer) -> list[Kind]:
 
 def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
     """Every parameter of the optimizer must be one of the model's."""
-    known = {id(slot.user): slot for slot in engine.slots}
+    known = {id(slot.param): slot for slot in engine.slots}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if id(param) not in known:

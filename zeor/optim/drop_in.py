@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -72,10 +71,10 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     check_kind(engine, optimizer)
     for number, chunk in enumerate(_chunks(params)):
         slots = [Slot(engine, name, param, ()) for name, param in chunk]
-        keys = {slot: lane_key(slot.user, (), plan.precision) for slot in slots}
+        keys = {slot: lane_key(slot.param, (), plan.precision) for slot in slots}
         engine.add_unit(f"parameters {number}", None, slots, keys.__getitem__)
         for slot in slots:
-            _rest_in_lane(slot)
+            _watch(slot)
     engine.ready()
     return Stepper(engine, optimizer)
 
@@ -98,12 +97,8 @@ def _chunks(params: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[s
         yield chunk
 
 
-@torch.no_grad()
-def _rest_in_lane(slot: Slot) -> None:
-    """The user's parameter itself becomes the full parameter: its memory is now the lane's."""
-    slot.user.grad = None
-    slot.user.data = slot.full.data
-    slot.lane.full_params[slot.index] = slot.user
+def _watch(slot: Slot) -> None:
+    """The user's parameter lies over the lane by now: its gradients are the engine's."""
     if slot.lane.grads is not None:
-        collect_from(slot.user, slot)
-        take_off_before_backward(slot.user, slot)
+        collect_from(slot)
+        take_off_before_backward(slot.param, slot)

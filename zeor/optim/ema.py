@@ -120,21 +120,22 @@ class EMA:
             raise RuntimeError("ema.applied() was entered inside a forward or backward of the model; enter it outside.")
         engine.announce(events.OTHER, "ema.applied()")
         kept: dict[Lane, Tensor] = {}
-        engine.lent, self._inside = "ema.applied()", True
+        engine.borrowed_by, self._inside = "ema.applied()", True
         try:
             for lane, flat in self._of.items():
                 kept[lane] = _exchange(lane, flat)
             engine.forget_gathered()
             yield
         finally:
-            engine.lent, self._inside = None, False
+            engine.borrowed_by, self._inside = None, False
             for lane, values in kept.items():
                 _exchange(lane, values)
             engine.forget_gathered()
 
     def _check_outside(self, what: str) -> None:
-        if self._engine.lent is not None:
-            raise RuntimeError(f"ema.{what} was called inside {self._engine.lent}, where the weights are an average.")
+        if self._engine.borrowed_by is not None:
+            inside = self._engine.borrowed_by
+            raise RuntimeError(f"ema.{what} was called inside {inside}, where the weights are an average.")
 
     # ---- state
 

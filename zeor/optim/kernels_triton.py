@@ -38,10 +38,11 @@ def read_master(master_ptr, compute_ptr, remainder_ptr, mask):
     if remainder_ptr is None:
         return tl.load(master_ptr, mask=mask)
     else:
-        compute = tl.load(compute_ptr, mask=mask).to(tl.int16, bitcast=True)
+        compute = tl.load(compute_ptr, mask=mask)
         remainder = tl.load(remainder_ptr, mask=mask)
-        bits = (compute.to(tl.int32) << 16) + remainder.to(tl.int32)
-        return bits.to(tl.float32, bitcast=True)
+        bits = (compute.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
+        joined = bits.to(tl.float32, bitcast=True)
+        return tl.where(joined != joined, compute.to(tl.float32), joined)  # any compute fits any remainder
 
 
 @triton.jit

@@ -110,7 +110,7 @@ class Owners:
     def add(self, params: Iterable[Tensor]) -> None:
         """Give these parameters owners; those without a master or without elements need none."""
         wanted = {id(param) for param in params}
-        slots = [slot for unit in self._engine.units for slot in unit.slots if id(slot.user) in wanted]
+        slots = [slot for unit in self._engine.units for slot in unit.slots if id(slot.param) in wanted]
         slots = [slot for slot in slots if slot.lane.grads is not None and 0 not in slot.shape]
         # Of one dtype each: a round travels as one buffer.
         for dtype in dict.fromkeys(slot.lane.master.dtype for slot in slots):  # type: ignore[union-attr]
@@ -129,7 +129,7 @@ class Owners:
             for slot, owner in zip(together, owners):
                 whole = nn.Parameter(_without_memory(slot)) if owner == rank else None
                 owned = Owned(slot, owner, self._parts(slot), whole)
-                self._of[id(slot.user)] = owned
+                self._of[id(slot.param)] = owned
                 self.rounds[-1].append(owned)
 
     def _parts(self, slot: Slot) -> dict[int, Segment]:

@@ -34,7 +34,7 @@ class Segments:
         self.resting: Callable[[Tensor], dict[str, Tensor]] = lambda param: {}  # state beside the optimizer's own
         self._of: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
         self._at: dict[int, Segment] = {}
-        self.slots: dict[int, Slot] = {id(slot.user): slot for slot in engine.slots}
+        self.slots: dict[int, Slot] = {id(slot.param): slot for slot in engine.slots}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 self.make(param)

@@ -80,7 +80,7 @@ class Stepper:
 
     def thawed(self, slots: Sequence[Slot]) -> None:
         """These parameters begin to train: see runtime/freezing.py. Groups may hold them already, or never."""
-        found = {id(slot.user) for slot in slots}
+        found = {id(slot.param) for slot in slots}
         for kind, group in zip(self.kinds, self.optimizer.param_groups):
             params = [param for param in group["params"] if id(param) in found]
             if not kind.elementwise:
@@ -108,7 +108,7 @@ class Stepper:
     def step(self, closure: Callable | None) -> Any:
         loss = None
         self.engine.unfilled.check()
-        self.engine.refuse_if_lent("step() was called")
+        self.engine.refuse_if_borrowed("step() was called")
         self._run_hooks("pre")
         if closure is not None:
             with torch.enable_grad():
@@ -117,6 +117,7 @@ class Stepper:
         self._check_reduced()
         if self.engine.plain:
             self.engine.heed_plain_grads()
+        self.engine.begin_step()
         profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
         with self.engine.announced(events.STEP, self._describe_step), torch.no_grad(), profiled:
             if not self._forbidden():
@@ -177,7 +178,7 @@ class Stepper:
 
     def _has_owners(self, unit: Unit) -> bool:
         """Some of it is computed whole, by rounds that take all of its gradients together: in step()."""
-        return any(self.owners.of(slot.user) is not None for slot in unit.slots)
+        return any(self.owners.of(slot.param) is not None for slot in unit.slots)
 
     def _run_hooks(self, when: str) -> None:
         """The user's step hooks, once per step, with the user's own parameters in the groups."""
@@ -246,7 +247,7 @@ class Stepper:
     ) -> set[Unit]:
         """Gradients in, master out, for the segments of these units, and wholes that go with them (by group, of which
         this rank may have none); the units whose master has changed."""
-        members = {id(slot.user): slot for unit in units for slot in unit.slots if self._has_gradient(slot)}
+        members = {id(slot.param): slot for unit in units for slot in unit.slots if self._has_gradient(slot)}
         work: list[list[Tensor]] = []
         for group in self.optimizer.param_groups:
             work.append([p for p in group["params"] if id(p) in members and self.owners.of(p) is None])
@@ -343,7 +344,7 @@ class Stepper:
 
     def _by_group(self, members: Iterable[Owned]) -> list[list[nn.Parameter]]:
         """The wholes computed here, by the group of their parameters and in its order."""
-        wholes = {id(member.slot.user): member.whole for member in members}
+        wholes = {id(member.slot.param): member.whole for member in members}
         groups = self.optimizer.param_groups
         return [[w for p in group["params"] if (w := wholes.get(id(p))) is not None] for group in groups]
 

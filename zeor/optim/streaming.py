@@ -74,9 +74,9 @@ class Streaming:
     def adopt(self, lane: Lane) -> None:
         """A lane that was updated without streaming is from now on: its moments come to rest here."""
         for slot in (slot for unit in self.engine.units for slot in unit.slots if slot.lane is lane):
-            segment = self._segments.of(slot.user)
+            segment = self._segments.of(slot.param)
             if segment is not None:
-                self.moments.take(lane, self._segments.at(slot.user), segment)
+                self.moments.take(lane, self._segments.at(slot.param), segment)
         self.adopted(lane)
 
     # ---- one lane

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from zeor.memory.param import is_sharded
 from zeor.memory.roles import Column, Residency
-from zeor.memory.view import View
 from zeor.optim.moments import MOMENTS
 from zeor.plan import Plan, Precision, nearest
 from zeor.planner import automatic
@@ -113,7 +113,7 @@ def _model(model: nn.Module, setting: Setting, options: dict[str, Any]) -> Model
     work = Workload.parse(options.get("batch"), options.get("inputs"), options.get("loss"))
     found = Trace()
     if work is not None:
-        if any(isinstance(param, View) for param in model.parameters()):
+        if any(map(is_sharded, model.parameters())):
             raise ValueError("The model is sharded already; call zeor.predict before zeor.shard to count activations.")
         found = trace(model, units, setting.plan, work)
     rank = fullest_rank([lane for unit in lanes for lane in unit], setting.world)

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zeor.runtime.activations import BLOCK_NBYTES, HELD_CALLS, LEAST_NBYTES, MOST_NBYTES
 from zeor.runtime.discover import UnitSpec
-from zeor.runtime.outside import inside_backward
 from zeor.runtime.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
+from zeor.runtime.stray import inside_backward
 
 
 class Again:

@@ -64,9 +64,9 @@ def needed_nbytes(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Op
     )
     total = 0.0
     for slot in slots:
-        key = lane_key(slot.user, slot.owners, plan.precision)
-        cut = slot.user.numel() / world
-        updated = slot.user.numel() if column.update is Residency.FULL else cut
+        key = lane_key(slot.param, slot.owners, plan.precision)
+        cut = slot.param.numel() / world
+        updated = slot.param.numel() if column.update is Residency.FULL else cut
         total += compute * cut * key.compute_dtype.itemsize
         if key.trainable and key.master_dtype is not None:
             total += master * updated * master_itemsize(key.master_dtype, key.compute_dtype)

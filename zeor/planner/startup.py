@@ -25,8 +25,8 @@ def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) ->
     if engine.mesh.rank != 0:
         return
     make_visible()
-    numel = sum(slot.full.numel() for slot in engine.slots)
-    frozen = sum(slot.full.numel() for slot in engine.slots if slot.lane.grads is None)
+    numel = sum(slot.param.numel() for slot in engine.slots)
+    frozen = sum(slot.param.numel() for slot in engine.slots if slot.lane.grads is None)
     where = f"{engine.mesh.world} rank(s), {devices.describe(engine.mesh.device)}, {engine.mesh.backend}"
     log.info("stage %d on %s, torch %s", engine.plan.stage, where, torch.__version__)
     log.info(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zeor.memory.param import take_grad
 from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
@@ -22,6 +23,7 @@ from zeor.runtime.order import Walk
 from zeor.runtime.passes import Passes
 from zeor.runtime.reduces import Reducer
 from zeor.runtime.schedule import Action
+from zeor.runtime.stray import inside_backward
 from zeor.runtime.unit import Slot, Unit
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ class Backward:
         self._sync = True  # this backward reduces
         self._ranks = engine.mesh.world  # that computed when gradients were last summed
         self.begins: list[Callable[[], None]] = []  # told that one does
+        self._demanded: list[Unit] = []  # by autograd itself, in this backward: see Note [What autograd saves]
+        self._left: set[int] = set()  # units that this backward has put away
+        self._again: set[int] = set()  # units that some backward needed again after it had put them away
 
     @property
     def running(self) -> bool:
@@ -51,14 +56,33 @@ class Backward:
         if unit.is_root and 0 in walk.entered:
             return
         walk.entered.append(unit.index)
-        actions = passes.schedule.at(sched.BACKWARD_ENTER, unit.index)
-        passes.do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
+        passes.do(passes.schedule.at(sched.BACKWARD_ENTER, unit.index) or (Action("wait", unit.index),), walk)
+
+    def demand(self, unit: Unit) -> None:
+        """Autograd, or a hook, reads a parameter of a unit that is away: see Note [What autograd saves] in saved.py.
+        The units demanded before are left, as far as nothing else of them is open; one that is needed again after
+        that stays from the next time on."""
+        if not inside_backward():
+            raise RuntimeError(
+                f"A tensor that autograd saved of unit {unit.name!r} was read outside a backward, where ranks do not "
+                "gather parameters; read it inside `with zeor.full_params(model):`, or in a backward."
+            )
+        self.begin()
+        if not unit.present:
+            if unit.index in self._left:
+                self._again.add(unit.index)
+            for other in self._demanded:
+                self._leave(other)
+            self._demanded = [other for other in self._demanded if other.present and other is not unit]
+            self._demanded.append(unit)
+            self.enter(unit)
+        unit.wait()
 
     def begin(self) -> None:
         """Once per backward, from its first event. The end is queued here too: see hooks.py."""
         if self.running:
             return
-        self._engine.refuse_if_lent("backward() was called")
+        self._engine.refuse_if_borrowed("backward() was called")
         self.recover()
         self._engine.release.check()
         engine = self._engine
@@ -69,9 +93,6 @@ class Backward:
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._open(engine.sync)
-        if torch.is_grad_enabled():
-            # create_graph: a second backward will read these parameters again.
-            self._passes.stay.update(range(len(self._passes.units)))
 
     def _announce(self, mean: bool) -> None:
         engine, joining = self._engine, self._engine.joining
@@ -86,10 +107,9 @@ class Backward:
         """The part of the beginning that a rank which only plays has as well."""
         passes, engine = self._passes, self._engine
         self._sync = sync
+        self._demanded, self._left = [], set()
         left = engine.joining is not None and bool(engine.joining.left)
-        passes.outside.begin_backward()
-        kept = (0, passes.last, *passes.outside.known)
-        order = passes.gathers.freed(passes.orders[orders.BACKWARD], kept)
+        order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.last))
         keep_skipped = orders.BACKWARD not in passes.orders.learned and not engine.playing
         self.walk = Walk(passes.gathers, order, keep_skipped, self._reducer.told_count if sync else 0)
         if left and not engine.playing and (sync or passes.gathers.frees):
@@ -153,7 +173,7 @@ class Backward:
         """Autograd has accumulated a parameter's gradient: take it."""
         self.begin()
         engine = self._engine
-        grad, slot.full.grad = slot.full.grad, None
+        grad = take_grad(slot.param)
         grads = slot.lane.grads
         if grad is None or grads is None:
             return
@@ -194,15 +214,11 @@ class Backward:
         self._leave(unit)
 
     def _leave(self, unit: Unit) -> None:
-        """Swap out and free, unless part of the unit's backward is still to come."""
+        """Free it, unless part of the unit's backward is still to come."""
         over = unit.open_calls == 0 and unit.endless_calls == 0 and unit not in self._passes.open
-        if not unit.is_root and over and unit.swapped:
-            self._put_away(unit)
-
-    def _put_away(self, unit: Unit) -> None:
-        self._passes.record("swap_out", unit.index)
-        unit.swap_out()
-        self._passes.free(unit)
+        if over and unit.frees and not unit.is_root and unit.present and unit.index not in self._again:
+            self._left.add(unit.index)
+            self._passes.free(unit)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -217,14 +233,14 @@ class Backward:
         passes, reducer, sync = self._passes, self._reducer, self._sync
         passes.free_repeated()
         passes.last = None
-        if self._engine.forward.walk is None:  # else this backward ran inside a forward, which may still read them
-            passes.outside.end_backward(passes.stay)
+        self._demanded = []
         for unit in passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
             if unit in passes.open:
                 continue  # this backward ran inside its forward (a force is the gradient of an energy)
-            if unit.swapped or (unit.frees and unit.present):
-                self._put_away(unit)
+            if unit.frees and unit.present:
+                passes.free(unit)
+        self._engine.ledger.sweep()
         if sync:
             reducer.end(told)
         else:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeor.memory.view import View
+from zeor.memory.param import Away, Whole
 
 _CHUNK_NUMEL = 1 << 26  # logits at a time, unless told: 256 MiB of fp32
 
@@ -91,8 +91,8 @@ def _check(hidden: Tensor, targets: Tensor, rule: _Rule) -> None:
 
 
 def _full(value: Tensor) -> Tensor:
-    """A parameter that was read outside its module is a view: its full value, where a pass is under way."""
-    return value._held.read() if isinstance(value, View) else value
+    """A parameter that was read outside its module may be away: with its bytes here, where a pass is under way."""
+    return value._zeor_slot.read() if isinstance(value, Away) else value
 
 
 def _inside(head: nn.Module, hidden: Tensor, targets: Tensor, rule: _Rule) -> Tensor:
@@ -129,7 +129,7 @@ def _is_plain(head: nn.Linear) -> bool:
         or next(head.children(), None) is not None
     ):
         return False
-    return all(type(param) in (nn.Parameter, View) for param in head._parameters.values() if param is not None)
+    return all(type(param) in (nn.Parameter, Whole, Away) for param in head._parameters.values() if param is not None)
 
 
 def _reshaped(compute: Callable, hidden: Tensor, targets: Tensor, rule: _Rule, *how: Any) -> Tensor:

@@ -72,7 +72,7 @@ class Counts:
         """A backward of the model begins, on every rank."""
         if not mean and not self.mean:
             return
-        held = {slot for slot in self._engine.slots if slot.user.grad is not None}
+        held = {slot for slot in self._engine.slots if slot.param.grad is not None}
         if held and mean != self.mean:
             now, before = ("zeor.mean_loss", "a plain loss") if mean else ("a plain loss", "zeor.mean_loss")
             raise RuntimeError(

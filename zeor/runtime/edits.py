@@ -76,7 +76,7 @@ def _do(slot: Slot, verb: str, args: list[Any], kwargs: dict[str, Any]) -> None:
     if verb == DROP:
         slot.set_grad(None)
         if slot.engine.plain:
-            slot.user.grad = None
+            slot.param.grad = None
     elif verb == SCALE:
         slot.scale_grad(args[0])
     else:

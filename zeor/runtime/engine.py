@@ -22,17 +22,19 @@ gradients of a failed backward are gone, and those it would have been added to.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
+from zeor.memory.param import classes_of, take_grad
 from zeor.memory.roles import STAGES
 from zeor.plan import Plan
 from zeor.runtime import edits, events, given
@@ -42,7 +44,9 @@ from zeor.runtime.counts import Counts
 from zeor.runtime.first_batch import FirstBatch
 from zeor.runtime.forward import Forward
 from zeor.runtime.freezing import Freezing
+from zeor.runtime.handed_out import HandedOut
 from zeor.runtime.lane import Lane, LaneKey
+from zeor.runtime.lent import Lent
 from zeor.runtime.meta import Unfilled
 from zeor.runtime.module_buffers import ModuleBuffers
 from zeor.runtime.nonfinite import NonFinite
@@ -70,8 +74,7 @@ class Engine:
         self.units: list[Unit] = []
         self.slots: list[Slot] = []
         self.sync = True  # False inside no_sync
-        self.writing = False  # inside load_state_dict or full_params(write=True)
-        self.lent: str | None = None  # what has put other values in the weights' place for a while
+        self.borrowed_by: str | None = None  # what has put other values in the weights' place for a while
         self.trace: list[Action] | None = None
         self.first_batch = FirstBatch(mesh)
         # Gradients come reduced, from DDP: see Note [Given gradients] in given.py. None: not looked for yet.
@@ -80,20 +83,23 @@ class Engine:
         self.unfilled = Unfilled()  # what was on the meta device and has no values yet
         self.optimizers: list[Optimizer] = []
         self.settings = Settings(mesh, self.optimizers)
+        self.handed_out = HandedOut()
         self.counts = Counts(self)
         self.joining: Join | None = None  # inside zeor.join
 
     # ---- building
 
     def add_unit(self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable) -> Unit:
-        """Pack parameters into lanes by key. The user's objects are not touched yet."""
+        """Pack parameters into lanes by key, and lay the user's objects over them."""
         unit = Unit(len(self.units), name, module, slots)
         unit.is_root = unit.index == 0 and not self.plain
         by_key: dict[LaneKey, list[Slot]] = defaultdict(list)
         for slot in slots:
             by_key[key(slot)].append(slot)
         for lane_key, members in by_key.items():
-            unit.lanes.append(self.make_lane(unit, lane_key, members, [slot.user for slot in members]))
+            lane = self.make_lane(unit, lane_key, members, [slot.param for slot in members])
+            self.lay(lane, members)
+            unit.lanes.append(lane)
         unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
         self.units.append(unit)
         self.slots.extend(slots)
@@ -105,7 +111,16 @@ class Engine:
         lane = Lane(key, values, self.column, self.mesh, self.ledger, self.places.of_lane(name, key, values))
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
+        lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
         return lane
+
+    def lay(self, lane: Lane, slots: Sequence[Slot]) -> None:
+        """The user's parameters over a lane that has their values."""
+        for slot in slots:
+            take_grad(slot.param)
+            if not self.plain:
+                slot.bind()
+        lane.adopt([slot.param for slot in slots], [] if self.plain else [classes_of(slot.kind) for slot in slots])
 
     def ready(self) -> None:
         """All units are there: plan the step."""
@@ -115,7 +130,8 @@ class Engine:
         self.forward = Forward(self, self.passes)
         self.backward = Backward(self, self.passes, self.reducer)
         self.freezing = Freezing(self)
-        self.reducer.riders += [self.freezing, self.settings, self.counts]
+        self.lent = Lent(self.units)
+        self.reducer.riders += [self.freezing, self.settings, self.counts, self.lent]
         self.release = Release(self)
         if self.plan.release:
             self.reducer.finished = self.release.finished
@@ -163,27 +179,28 @@ class Engine:
 
     def begin_grads(self) -> None:
         """A backward starts: what the user still has is added to, the rest is forgotten."""
+        self.handed_out.heed()
         for unit in self.units:
             for lane in unit.lanes:
                 if lane.grads is not None:
-                    lane.grads.begin([slot.user.grad is not None for slot in unit.slots if slot.lane is lane])
+                    lane.grads.begin([slot.param.grad is not None for slot in unit.slots if slot.lane is lane])
         if self.plain:
             for slot in self.slots:
                 if slot.lane.grads is not None:
-                    slot.user.grad = None
+                    slot.param.grad = None
 
     def attach_plain_grads(self) -> None:
         """Plain parameters get their sharded gradients where everybody looks for them."""
         self.first_batch.compare()
         for slot in self.slots:
             if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
-                slot.user.grad = slot.grad_view()
+                slot.param.grad = slot.grad_view()
 
     @property
     def is_given(self) -> bool:
         """Asked when gradients arrive: by then the model is wrapped, if ever."""
         if self.given is None:
-            self.given = given.around(slot.user for slot in self.slots)
+            self.given = given.around(slot.param for slot in self.slots)
         return self.given
 
     def heed_plain_grads(self) -> None:
@@ -192,8 +209,8 @@ class Engine:
             given.take(self)
             return
         for slot in self.slots:
-            if slot.user.grad is not slot.get_grad():
-                slot.set_grad(slot.user.grad)
+            if slot.param.grad is not slot.get_grad():
+                slot.set_grad(slot.param.grad)
 
     def drop_grads(self) -> None:
         """Every gradient was set to None."""
@@ -218,15 +235,27 @@ class Engine:
     def publish(self, unit: Unit) -> None:
         """A unit's master was updated: its compute follows, here at once, elsewhere by a gather."""
         self.record("update", unit.index)
-        updated = [slot.full for slot in unit.slots if slot.lane.grads is not None]
-        torch.autograd.graph.increment_version(updated)  # a graph made before this step is stale
-        if unit.publishes and self.mesh.world > 1:
+        trained = [(number, lane) for number, lane in enumerate(unit.lanes) if lane.grads is not None]
+        publishes = unit.publishes and self.mesh.world > 1
+        if publishes:
             self.record("publish", unit.index)
-            for number, lane in enumerate(unit.lanes):
-                if lane.grads is not None and not lane.frees:
-                    lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
-                    if not self.plan.overlap:
-                        lane.wait()
+        for number, lane in trained:
+            lane.changed()  # a graph made before this step is stale
+            if publishes and not lane.frees:
+                lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
+                if not self.plan.overlap:
+                    lane.wait()
+            lane.leave_under_way()
+
+    def begin_step(self) -> None:
+        """Before anything is updated: the user's writes to gradients and parameters are known to both, and who looks at
+        parameters is known."""
+        self.handed_out.heed()
+        for unit in self.units:
+            for lane in unit.lanes:
+                lane.keep_writes()
+                if self.mesh.world > 1 or self.plan.streams:
+                    lane.look()
 
     def end_step(self) -> None:
         if self.given:
@@ -236,13 +265,16 @@ class Engine:
         self.release.done.clear()
         self.places.store.leaving.let_go()
         self.passes.end_step()
-        for unit in self.units:
-            if unit.frees and not self.backward.running and self.forward.walk is None:
-                unit.free()
+        if not self.backward.running and self.forward.walk is None:
+            for unit in self.units:
+                if unit.frees:
+                    unit.free()
+            self.lent.refill()
+        self.ledger.sweep()
 
-    def refuse_if_lent(self, what: str) -> None:
-        if self.lent is not None:
-            raise RuntimeError(f"{what} inside {self.lent}, where the weights are an average; do it outside.")
+    def refuse_if_borrowed(self, what: str) -> None:
+        if self.borrowed_by is not None:
+            raise RuntimeError(f"{what} inside {self.borrowed_by}, where the weights are an average; do it outside.")
 
     def forget_gathered(self) -> None:
         """Slices were changed beside a step: what is gathered of them is stale."""
@@ -250,6 +282,7 @@ class Engine:
             if unit.frees:
                 unit.free()
         self.passes.forget_gathered()
+        self.lent.refill()
 
     def drain(self) -> None:
         """Wait for everything under way."""
@@ -267,3 +300,11 @@ class Engine:
                 for role, nbytes in lane.nbytes().items():
                     total[role] += nbytes
         return dict(total)
+
+
+def _ask(engine: weakref.ref[Engine], unit: weakref.ref[Unit]) -> None:
+    """Autograd needs a unit; weak, as graphs are not seen by Python's collector."""
+    owner, wanted = engine(), unit()
+    if owner is None or wanted is None:
+        raise RuntimeError("The graph of a sharded model outlived the model, and its parameters are gone.")
+    owner.backward.demand(wanted)

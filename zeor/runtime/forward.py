@@ -45,8 +45,8 @@ class Forward:
                 passes.repeated.add(unit.index)  # from the next step on it stays for the rest of the pass
             walk.entered.append(unit.index)
         passes.used.add(unit.index)
-        actions = self._schedule.at(sched.FORWARD_ENTER, unit.index)
-        passes.do(actions or (Action("wait", unit.index), Action("swap_in", unit.index)), walk)
+        unit.check_places()
+        passes.do(self._schedule.at(sched.FORWARD_ENTER, unit.index) or (Action("wait", unit.index),), walk)
 
     def _begin(self, train: bool, entry: str) -> None:
         self.recover()
@@ -77,20 +77,22 @@ class Forward:
         passes = self._passes
         if unit in passes.open:
             passes.open.remove(unit)
-        actions = self._schedule.at(sched.FORWARD_EXIT, unit.index)
-        passes.do(actions or (Action("swap_out", unit.index), Action("free", unit.index)), None)
+        passes.do(self._schedule.at(sched.FORWARD_EXIT, unit.index) or self._unplanned_exit(unit), None)
         if unit.is_root:
             self._end()
         elif self.walk is None and not passes.open:
-            passes.outside.end_lone_call()
+            passes.stray.end_lone_call()
+
+    def _unplanned_exit(self, unit: Unit) -> tuple[Action, ...]:
+        """Of a unit that is in no order yet. The schedule's own list may be empty: a unit that stays."""
+        planned = unit.index == 0 or unit.index in self._schedule.forward
+        return () if planned else (Action("free", unit.index),)
 
     def _end(self) -> None:
         walk, self.walk, passes = self.walk, None, self._passes
         if walk is None:
             return
-        diverged, read = passes.gathers.end_forward(walk, self._kind, passes.outside.now, self._engine.playing)
-        passes.diverged |= diverged
-        passes.outside.end_forward(read, self._order, self._train)
+        passes.diverged |= passes.gathers.end_forward(walk, self._kind, self._engine.playing)
         if self._kind not in passes.orders.learned:
             # Where nothing is gathered an evaluation has no order to agree on, and one rank may run it alone.
             if self._train or passes.gathers.frees:
@@ -98,12 +100,13 @@ class Forward:
         else:
             passes.extend(self._kind, walk.extra)
         passes.last = self._schedule.stays if self._train else None
-        keep = {0, passes.last} | passes.stay | passes.repeated | passes.outside.held
+        keep = {0, passes.last} | passes.repeated
         for unit in passes.units:  # kept, or gathered ahead, in case it was entered
             if unit.frees and unit.present and unit.index not in keep:
                 unit.free()
         if not self._train:
             passes.free(passes.units[0])
+        self._engine.ledger.sweep()
 
     def recover(self) -> None:
         """The model's forward is not running; if it seems so, it raised. See Note [After an exception]."""

@@ -103,7 +103,7 @@ class Freezing:
                 )
             flag = "1" in ranks
             if slot.trains != flag:  # this rank is out of data and only follows
-                slot.user.requires_grad_(flag)
+                slot.param.requires_grad_(flag)
 
     def _adopt(self) -> None:
         """What every rank is known to want holds from here on."""
@@ -130,7 +130,6 @@ class Freezing:
                 _move(engine, unit, lane)
             if unit.frees:
                 unit.free()
-                engine.passes.outside.held.discard(unit.index)
         if engine.passes.last in [unit.index for unit in units]:
             engine.passes.last = None
         engine.norms.watch(engine.slots)
@@ -145,14 +144,16 @@ class Freezing:
 @torch.no_grad()
 def _move(engine: Engine, unit: Unit, lane: Lane) -> None:
     """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
-    unit.swap_out()
     members = [slot for slot in unit.slots if slot.lane is lane]
     values = full.gather_values(engine, lane, members)
     lane.retire()
     by_key: dict[LaneKey, list[Slot]] = {}
     for slot in members:
-        key = lane_key(slot.user, slot.owners, engine.plan.precision) if slot.trains else lane.key
+        key = lane_key(slot.param, slot.owners, engine.plan.precision) if slot.trains else lane.key
         by_key.setdefault(key, []).append(slot)
-    made = [engine.make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()]
+    made = []
+    for key, slots in by_key.items():
+        made.append(engine.make_lane(unit, key, slots, [values[slot] for slot in slots]))
+        engine.lay(made[-1], slots)
     place = unit.lanes.index(lane)
     unit.lanes[place : place + 1] = made

@@ -8,6 +8,7 @@ every rank, so that a change made on one rank, or differently on each, cannot te
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
     """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
-    lane.wait()
+    lane.settle()
+    lane.keep_writes()
     source = lane.mine.to(engine.mesh.device)
     whole = lane.full.flat if not lane.frees else None
     if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
@@ -41,10 +43,10 @@ def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, T
     return values
 
 
-def all_values(engine: Engine, blank: bool = False) -> dict[Slot, nn.Parameter]:
-    """Plain parameters with the full value of every parameter of the model. With `blank`, parameters that have no
+def all_values(engine: Engine, blank: bool = False) -> dict[Slot, Tensor]:
+    """The full value of every parameter of the model, in memory of its own. With `blank`, parameters that have no
     values yet are NaN, to be written; otherwise they raise."""
-    params: dict[Slot, nn.Parameter] = {}
+    found: dict[Slot, Tensor] = {}
     if not blank:
         engine.unfilled.check()
     for unit in engine.units:
@@ -53,14 +55,15 @@ def all_values(engine: Engine, blank: bool = False) -> dict[Slot, nn.Parameter]:
             with torch.no_grad():
                 values = gather_values(engine, lane, members)
             for slot, value in values.items():
-                params[slot] = slot.dress(nn.Parameter(value, requires_grad=slot.user.requires_grad))
+                found[slot] = value
                 if slot in engine.unfilled.slots and value.is_floating_point():
                     value.fill_(math.nan)
-    return params
+    return found
 
 
-def attach_grads(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
-    """Full gradients onto plain parameters; None where nobody has one."""
+def all_grads(engine: Engine) -> dict[Slot, Tensor]:
+    """The full gradient of every parameter that has one."""
+    found: dict[Slot, Tensor] = {}
     for unit in engine.units:
         for lane in unit.lanes:
             if lane.grads is None or not any(lane.grads.has):
@@ -70,7 +73,8 @@ def attach_grads(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
             grads = lane.gather_grads()
             for slot in members:
                 if lane.grads.has[slot.index]:
-                    params[slot].grad = grads[slot.index].view(slot.shape).to(slot.dtype, copy=True)
+                    found[slot] = grads[slot.index].view(slot.shape).to(slot.dtype, copy=True)
+    return found
 
 
 def take_part(engine: Engine, grads: bool) -> None:
@@ -85,33 +89,41 @@ def take_part(engine: Engine, grads: bool) -> None:
                     lane.gather_grads()
 
 
-def show(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
-    """Put plain parameters into the modules."""
-    for unit in engine.units:
-        unit.put(params)
+class Shown:
+    """Every parameter of a model as a plain one, with its full value: the same objects over other memory."""
+
+    def __init__(self, engine: Engine, values: dict[Slot, Tensor], grads: dict[Slot, Tensor]):
+        self._engine, self.values = engine, values
+        self._flags = {slot: slot.param.requires_grad for slot in values}
+        for slot, value in values.items():
+            slot.unbind(value)
+            slot.param.grad = grads.get(slot)
+        self._sums = {slot: sum_of_bits(value) for slot, value in values.items()}
+
+    def hide(self) -> list[str]:
+        """The parameters over their lanes again; the names of those whose values have changed meanwhile. What the user
+        froze or unfroze lasts."""
+        flags = {slot: slot.param.requires_grad for slot in self.values}
+        written = [slot.name for slot, value in self.values.items() if sum_of_bits(value) != self._sums[slot]]
+        for slot in self.values:
+            slot.bind_again()
+        for lane in dict.fromkeys(slot.lane for slot in self.values):
+            lane.dress()
+            lane.changed()  # graphs that were made with the plain values are stale
+        for slot, flag in flags.items():
+            if flag != self._flags[slot]:
+                slot.set_requires_grad(flag)
+        return written
 
 
-def hide(engine: Engine) -> None:
-    """Put the user's views back."""
-    for unit in engine.units:
-        unit.put({slot: slot.user for slot in unit.slots})
-
-
-def keep_flags(params: dict[Slot, nn.Parameter]) -> None:
-    """What the user froze or unfroze while plain parameters were shown lasts."""
-    for slot, param in params.items():
-        if param.requires_grad != slot.user.requires_grad:
-            slot.user.requires_grad_(param.requires_grad)
-
-
-def check_unchanged(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
+def check_unchanged(engine: Engine, slots: Collection[Slot]) -> None:
     """Inside a write context values may change; parameters may not be exchanged for others. Raises on every rank,
     so that none is left waiting for the others' values."""
     root = engine.units[0].module
     assert root is not None
     present = set(root.modules())
-    mine = next((text for slot, param in params.items() if (text := _exchanged(slot, param, present))), "")
-    known = {id(param) for param in params.values()}
+    mine = next((text for slot in slots if (text := _exchanged(slot, present))), "")
+    known = {id(slot.param) for slot in slots}
     added = [f"{name!r} was added" for name, param in root.named_parameters() if id(param) not in known]
     mine = mine or next(iter(added), "")
     found = [mine] if engine.mesh.fake else exchange(engine.mesh, mine, "check at the end of zeor.full_params")
@@ -123,23 +135,39 @@ def check_unchanged(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
             )
 
 
-def _exchanged(slot: Slot, param: nn.Parameter, present: set[nn.Module]) -> str:
+def _exchanged(slot: Slot, present: set[nn.Module]) -> str:
     for module, attr in slot.owners:
         if module not in present:
             return f"{slot.name!r} was lost with its {type(module).__name__}"
         found = module._parameters.get(attr)
         if found is None:
             return f"{slot.name!r} was removed"
-        if found is not param or tuple(param.shape) != slot.shape:
+        if found is not slot.param or tuple(found.shape) != slot.shape:
             return f"{slot.name!r} was replaced by one of shape {tuple(found.shape)}"
     return ""
 
 
 @torch.no_grad()
-def write_back(engine: Engine, params: dict[Slot, nn.Parameter]) -> None:
-    """Rank 0's values of these parameters into master and compute, on every rank. One that had no values and was
-    not written still has none."""
-    for slot, param in params.items():
-        verbs.broadcast(engine.mesh, param.data, f"broadcast of {slot.name!r}")
-        if slot not in engine.unfilled.slots or not bool(param.isnan().all()):
-            slot.store(param)
+def spread(engine: Engine, slots: Collection[Slot]) -> dict[Slot, Tensor]:
+    """Rank 0's values of these parameters, which are shown as plain ones, on every rank."""
+    values = {}
+    for slot in slots:
+        values[slot] = slot.param.detach().clone()
+        verbs.broadcast(engine.mesh, values[slot], f"broadcast of {slot.name!r}")
+    return values
+
+
+@torch.no_grad()
+def write_back(engine: Engine, values: dict[Slot, Tensor]) -> None:
+    """Values that are the same on every rank into master and compute. A parameter that had none and was not written
+    still has none."""
+    for slot, value in values.items():
+        if slot not in engine.unfilled.slots or not bool(value.isnan().all()):
+            slot.store(value)
+
+
+def sum_of_bits(value: Tensor) -> int:
+    """Differs, as good as surely, where values differ in any bit; one fast pass."""
+    raw = value.detach().contiguous().view(-1).view(torch.uint8)
+    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
+    return int(words.sum()) ^ int(raw[words.numel() * 8 :].sum())

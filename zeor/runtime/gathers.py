@@ -7,7 +7,7 @@ for the units of one engine. See Note [Rounds] in order.py.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,6 @@ class Gathers:
         self._mesh, self._units, self._overlap, self._record = mesh, units, overlap, record
         self._under_way = under_way  # says what else is waited for, for the label of an exchange
         self.frees = any(unit.frees for unit in units)
-        self.keeps: Callable[[int], bool] = lambda unit: False  # whether a unit nobody asked for stays all the same
 
     def ahead(self, unit: Unit, walk: Walk | None) -> None:
         """A unit will probably be needed soon."""
@@ -44,28 +43,27 @@ class Gathers:
     # ---- a forward's walk
 
     def forward_walk(self, order: Sequence[int], keep_skipped: bool) -> Walk:
-        """What it tells at its end is a fingerprint of this rank's path and its kind, and the units it read outside
-        their modules; nothing where nothing is gathered."""
-        return Walk(self, self.freed(order), keep_skipped, told_count=4 + len(self._units) if self.frees else 0)
+        """What it tells at its end is a fingerprint of this rank's path and its kind; nothing where nothing is
+        gathered."""
+        return Walk(self, self.freed(order), keep_skipped, told_count=4 if self.frees else 0)
 
-    def end_forward(self, walk: Walk, kind: str, read: Collection[int], playing: bool) -> tuple[bool, list[int]]:
-        """Ends a forward: whether ranks have taken different paths through the units, and what any of them read. A
-        rank that only plays has taken none."""
+    def end_forward(self, walk: Walk, kind: str, playing: bool) -> bool:
+        """Ends a forward: whether ranks have taken different paths through the units. A rank that only plays has taken
+        none."""
         if not self.frees:
             walk.finish()
-            return False, []
+            return False
         path = hash(tuple(walk.entered)) & 0x7FFFFFFF
         told = [NOTHING, NOTHING] if playing else [path, -path]
         kinds = [number := zlib.crc32(kind.encode()) & 0x7FFFFFFF, -number]
-        answer = walk.finish([*told, *kinds, *(i in read for i in range(len(self._units)))])
-        largest, least, most, fewest, *flags = answer
+        largest, least, most, fewest = walk.finish([*told, *kinds])
         if most != -fewest:
             raise RuntimeError(
                 f"Rank {self._mesh.rank} of {self._mesh.world} ran a forward of kind {kind!r} while another rank ran "
                 "one of another kind (one evaluates and one trains?); where parameters are sliced every rank must take "
                 "part: evaluate on every rank, or one rank alone at stages 0 to 2."
             )
-        return largest != -least, [unit for unit, flag in enumerate(flags) if flag]
+        return largest != -least
 
     def freed(self, order: Sequence[int], kept: Sequence[int | None] = ()) -> list[int]:
         """The units of an order that are freed between uses, less those that every rank keeps from the last pass."""
@@ -80,8 +78,7 @@ class Gathers:
             self._units[unit].wait()
 
     def drop(self, unit: int) -> None:
-        if not self.keeps(unit):
-            self._units[unit].free()
+        self._units[unit].free()
 
     def has(self, unit: int) -> bool:
         return self._units[unit].present

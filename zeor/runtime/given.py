@@ -46,11 +46,11 @@ def take(engine: Engine) -> None:
     for unit in engine.units:
         for lane in unit.lanes:
             if lane.grads is not None:
-                _cut(lane.grads, [slot.user.grad for slot in unit.slots if slot.lane is lane])
+                _cut(lane.grads, [slot.param.grad for slot in unit.slots if slot.lane is lane])
 
 
 def _compare(engine: Engine) -> None:
-    prints = [0 if slot.user.grad is None else fingerprint(slot.user.grad) for slot in engine.slots]
+    prints = [0 if slot.param.grad is None else fingerprint(slot.param.grad) for slot in engine.slots]
     seen = exchange(engine.mesh, prints, "comparison of the ranks' gradients")
     for number, slot in enumerate(engine.slots):
         if any(rank[number] != seen[0][number] for rank in seen):

@@ -33,10 +33,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeor.memory.device import autocast_on
+from zeor.memory.param import Sharded, when_accumulated
+from zeor.runtime import added, saved
+from zeor.runtime.casts import Casts
 from zeor.runtime.engine import Engine
 from zeor.runtime.entries import Entry
-from zeor.runtime.outside import inside_backward
 from zeor.runtime.recompute import Recompute
+from zeor.runtime.stray import inside_backward
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -84,15 +87,20 @@ class Hooks:
             self._add_module_hooks(unit)
         for entry in entries:
             self._add_entry(entry)
+        added.watch(self._model)
+        self._guard_conversions()
+        self._leave_rnn_weights()
         self.recompute = Recompute(engine.units, engine.plan.recompute, engine.mesh.device)
-        self._param_handles = [collect_from(s.full, s) for s in engine.slots if s.lane.grads is not None]
+        self._param_handles = [collect_from(slot) for slot in engine.slots if slot.lane.grads is not None]
+        self._casts: list[Casts] = []  # of the model's forwards that are running
+        self._saving: Unit | None = None  # the unit in whose forward our hooks for saved tensors are on
         engine.freezing.watch(self)
         holders = {module for slot in engine.slots for module, _ in slot.owners}
         for module in holders:
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
-            self._handles.append(module.register_load_state_dict_post_hook(self._end_load))
 
     def remove(self) -> None:
+        added.ignore(self._model)
         self.recompute.take_off()
         for handle in (*self._handles, *self._param_handles):
             handle.remove()
@@ -101,9 +109,10 @@ class Hooks:
 
     def thawed(self, slots: Sequence[Slot]) -> None:
         """These parameters begin to train: see freezing.py."""
-        self._param_handles += [collect_from(slot.full, slot) for slot in slots]
+        self._param_handles += [collect_from(slot) for slot in slots]
 
     def pause(self) -> None:
+        added.ignore(self._model)
         self.recompute.take_off()
         for handle in self._handles:
             for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
@@ -121,6 +130,7 @@ class Hooks:
                 hooks.move_to_end(key, last=False)
         self._paused.clear()
         self.recompute.put()
+        added.watch(self._model)
 
     def _add_module_hooks(self, unit: Unit) -> None:
         module = unit.module
@@ -138,14 +148,64 @@ class Hooks:
         before.zeor_first = True  # type: ignore[attr-defined]
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
-        if unit.is_root:
+        if unit.is_root or unit.frees:
 
             @torch._dynamo.disable
             def always(module: nn.Module, args: tuple, output: Any) -> None:
-                if self._entry is None:
+                if unit.is_root and self._entry is None:
                     self._engine.forward.recover()  # where forward raised, `after` did not run
+                self._stop_saving(unit)
 
             self._handles.append(module.register_forward_hook(always, always_call=True))
+
+    # ---- what autograd saves: see saved.py
+
+    def _start_saving(self, unit: Unit) -> None:
+        if self._saving is None and torch.is_grad_enabled() and self._engine.passes.gathers.frees and saved.begin():
+            self._saving = unit
+
+    def _stop_saving(self, unit: Unit) -> None:
+        if self._saving is unit:
+            self._saving = None
+            saved.end()
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._engine.units[0].module
+        assert model is not None
+        return model
+
+    # ---- methods that would move parameters
+
+    def _put_method(self, module: nn.Module, name: str, method: Callable) -> None:
+        vars(module)[name] = method
+        self._methods.append((vars(module), name))
+
+    def _guard_conversions(self) -> None:
+        """model.to(), .cuda(), .float() and kin: what changes nothing does nothing; what would change a parameter is
+        refused before a single buffer is touched."""
+        model = self._model
+        plain = model._apply
+
+        def apply(fn: Callable, recurse: bool = True) -> nn.Module:
+            for slot in self._engine.slots:
+                like = torch.empty(0, dtype=slot.param.dtype, device=slot.param.device)
+                made = fn(like)
+                if made.dtype != like.dtype or made.device != like.device:
+                    raise RuntimeError(
+                        f"Parameter {slot.name!r} is sharded as {like.dtype} on {like.device}; it cannot be moved "
+                        f"to {made.dtype} on {made.device}. Choose precision= and device= in zeor.shard, or call "
+                        "zeor.unshard(model) first; for another copy use zeor.export."
+                    )
+            return plain(fn, recurse)
+
+        self._put_method(model, "_apply", apply)
+
+    def _leave_rnn_weights(self) -> None:
+        """Recurrent layers would lay their weights into memory of their own."""
+        for module in dict.fromkeys(module for slot in self._engine.slots for module, _ in slot.owners):
+            if isinstance(module, nn.RNNBase):
+                self._put_method(module, "flatten_parameters", lambda: None)
 
     # ---- entries beside forward
 
@@ -165,8 +225,7 @@ class Hooks:
             finally:
                 self._leave_entry()
 
-        vars(entry.module)[entry.method] = method
-        self._methods.append((vars(entry.module), entry.method))
+        self._put_method(entry.module, entry.method, method)
 
     def _add_entry_hooks(self, entry: Entry) -> None:
         @torch._dynamo.disable
@@ -201,6 +260,7 @@ class Hooks:
 
     def _leave_entry(self) -> None:
         self._entry = None
+        self._stop_saving(self._engine.units[0])
         self._engine.forward.recover()  # nothing to do unless the method raised
 
     # ---- forward
@@ -211,7 +271,7 @@ class Hooks:
             return None  # forward called by another entry: part of that one's pass
         if inside_backward():
             self._before_recompute(unit, args, kwargs)
-            return None
+            return self._prepare_root(args, kwargs) if unit.is_root else None
         grad = torch.is_grad_enabled()
         if engine.mesh.world > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
@@ -220,13 +280,14 @@ class Hooks:
             )
         if unit.is_root:
             self._calls.clear()  # an earlier forward may have raised half-way
+            self._casts.clear()
             if grad:
                 engine.first_batch.note((args, kwargs))
         engine.forward.enter(unit, grad, entry)
         if unit.is_root:
             args, kwargs = self._prepare_root(args, kwargs)
         elif grad:
-            args, kwargs = _aliased((args, kwargs))
+            args, kwargs = _aliased(args, kwargs)
         inputs = _needing_grad((args, kwargs)) if grad else []
         call = Call(unit, closes=bool(inputs) and not unit.is_root) if grad else None
         self._calls.append(call)
@@ -235,14 +296,21 @@ class Hooks:
             call.inputs = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
             if call.closes:
                 _when_all(inputs, lambda: call.close(engine))
+        self._start_saving(unit)
         return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
-        if inside_backward() or (unit.is_root and self._entry is not None):
+        if unit.is_root and self._entry is not None:
+            return output
+        self._stop_saving(unit)
+        if unit.is_root and self._casts:
+            self._casts.pop().give_back()
+        if inside_backward():
             return output
         engine = self._engine
         call = self._calls.pop() if self._calls else None
-        output = _not_ours(output, engine.units if unit.is_root else [unit])
+        if unit.is_root and unit.frees:
+            output = _readable(output)
         engine.forward.exit(unit)
         if call is not None:
             for tensor in _needing_grad(output):
@@ -263,16 +331,13 @@ class Hooks:
     # ---- the root
 
     def _prepare_root(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        engine = self._engine
         self._warn_autocast()
-        compute = engine.plan.precision.compute
+        compute = self._engine.plan.precision.compute
         if compute is None:
             return args, kwargs
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(compute) if tensor.is_floating_point() else tensor
-
-        return tree_map_only(Tensor, cast, (args, kwargs))
+        casts = Casts(compute)
+        self._casts.append(casts)
+        return casts.cast(args), casts.cast(kwargs)
 
     def _warn_autocast(self) -> None:
         engine = self._engine
@@ -294,23 +359,19 @@ class Hooks:
                 "load_state_dict(assign=True) would put other parameters in the place of sharded ones; "
                 "leave assign=True out: values are copied into this rank's part."
             )
-        self._engine.writing = True
-
-    def _end_load(self, module: nn.Module, incompatible: Any) -> None:
-        self._engine.writing = False
 
 
-def collect_from(full: nn.Parameter, slot: Slot) -> Any:
-    """Hand every gradient autograd accumulates into `full` to the engine."""
+def collect_from(slot: Slot) -> Any:
+    """Hand every gradient autograd accumulates into the parameter to the engine."""
     # Weak: autograd's hooks are not seen by Python's collector, and a slot reaches its own parameter.
     ref = weakref.ref(slot)
 
     def hook(param: Tensor) -> None:
         owner = ref()
-        if owner is not None and not owner.engine.is_given:
+        if owner is not None and owner.collects:
             owner.engine.backward.collect(owner)
 
-    return full.register_post_accumulate_grad_hook(hook)
+    return when_accumulated(slot.param, hook)
 
 
 def take_off_before_backward(param: nn.Parameter, slot: Slot) -> None:
@@ -333,32 +394,28 @@ def _when_all(tensors: list[Tensor], then: Callable[[], None]) -> None:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: then())
 
 
-def _aliased(value: Any) -> Any:
-    """The same arguments with an alias for each tensor that needs a gradient; what was one object stays one."""
+def _aliased(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The same arguments with an alias for each tensor that needs a gradient; what was one object stays one. Nothing
+    but the moment of freeing hangs on an alias, so what is in a list, a dict or an object is handed on as it is: the
+    object is the caller's, and the unit may put something in."""
     aliases: dict[int, Tensor] = {}
 
-    def alias(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.requires_grad:
-            return tensor
-        return aliases.setdefault(id(tensor), tensor.view_as(tensor))
+    def alias(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(alias, value))
+        if type(value) is not Tensor or value.layout is not torch.strided or not value.requires_grad:
+            return value
+        return aliases.setdefault(id(value), value.view_as(value))
 
-    return tree_map_only(Tensor, alias, value)
+    return alias(args), {name: alias(value) for name, value in kwargs.items()}
 
 
-def _not_ours(output: Any, units: Sequence[Unit]) -> Any:
-    """An output with copies in the place of tensors over memory that is about to be freed: a module may well return
-    its own weight, or a part of it."""
-    freed = {lane.full.flat.untyped_storage()._cdata for unit in units for lane in unit.lanes if lane.frees}
-    if not freed:
+def _readable(output: Any) -> Any:
+    """The model's output with a tensor in the place of each parameter: the parameter itself cannot be read outside,
+    where its memory is given back, and a tensor over it holds the memory."""
+    if not any(isinstance(leaf, Sharded) for leaf in tree_leaves(output)):
         return output
-
-    def ours(tensor: Tensor) -> bool:
-        has_storage = torch._C._has_storage(tensor) and tensor.layout is torch.strided
-        return has_storage and tensor.untyped_storage()._cdata in freed
-
-    if not any(isinstance(leaf, Tensor) and ours(leaf) for leaf in tree_leaves(output)):
-        return output
-    return tree_map_only(Tensor, lambda tensor: tensor.clone() if ours(tensor) else tensor, output)
+    return tree_map_only(nn.Parameter, lambda param: param.view_as(param), output)
 
 
 def _needing_grad(value: Any) -> list[Tensor]:

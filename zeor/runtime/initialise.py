@@ -3,11 +3,12 @@
 Every rank runs every initialiser on full tensors in host memory, from one seeded stream of the CPU's generator, and
 keeps its own part: the values are the same at any world size, stage and device.
 
-Note [Initialising through views]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Modules keep holding views while their initialisers run. A torch function mode stands between: whenever a view of this
-model is an argument, its full value takes its place. Values are made when first touched and let go, each rank keeping
-its part, when a parameter of another unit is touched; one touched again later is gathered. So an initialiser may reach
+Note [Initialising through stand-ins]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Modules keep holding their own parameters while their initialisers run, as objects of their plain class. A torch
+function mode stands between: whenever a parameter of this model is an argument, its full value takes its place. Values
+are made when first touched and let go, each rank keeping its part, when a parameter of another unit is touched; one
+touched again later is gathered. So an initialiser may reach
 into its children (attention does) or over the whole model, at the price of gathers, never of memory.
 Values begin as NaN: one that still is NaN in the end was not initialised, and is named.
 """
@@ -26,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from zeor.comm.agree import same_everywhere
-from zeor.memory.view import View
+from zeor.memory import param as parameters
 from zeor.runtime import events
 from zeor.runtime.engine import Engine
-from zeor.runtime.full import gather_values
+from zeor.runtime.full import gather_values, sum_of_bits
 from zeor.runtime.meta import BufferPlace, named_buffers, replace_buffer
 from zeor.runtime.sharded import state_of
 from zeor.runtime.unit import Slot, Unit
@@ -76,7 +77,7 @@ def init_parameters(model: nn.Module, seed: int = 0, init: Init | None = None, m
 
 
 class _Values(TorchFunctionMode):
-    """Full values in the place of views. See Note [Initialising through views]."""
+    """Full values in the place of parameters. See Note [Initialising through stand-ins]."""
 
     def __init__(self, engine: Engine, kept: set[Slot]):
         super().__init__()
@@ -88,13 +89,13 @@ class _Values(TorchFunctionMode):
         self._live: dict[Slot, Tensor] = {}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = tree_map_only(View, self._full, (args, kwargs or {}))
+        args, kwargs = tree_map_only(nn.Parameter, self._full, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _full(self, view: View) -> Tensor:
-        slot = view._held
-        if view._of_grad or not isinstance(slot, Slot) or slot.engine is not self.engine:
-            return view
+    def _full(self, param: nn.Parameter) -> Tensor:
+        slot = vars(param).get(parameters.ATTRIBUTE)
+        if not isinstance(slot, Slot) or slot.engine is not self.engine:
+            return param
         if slot.unit is not self._unit:
             self.spill()
             self._unit = slot.unit
@@ -119,7 +120,7 @@ class _Values(TorchFunctionMode):
             if slot in self.kept:
                 continue
             slot.lane.store(slot.index, value)
-            self.sums[slot] = _sum_of_bits(value)
+            self.sums[slot] = sum_of_bits(value)
             if value.is_floating_point() and bool(value.isnan().any()):
                 self.unwritten[slot] = None
             else:
@@ -128,6 +129,16 @@ class _Values(TorchFunctionMode):
     def drop(self) -> None:
         self._live.clear()
         self._unit = None
+
+    def __enter__(self) -> Any:
+        for slot in self.engine.slots:
+            slot.param.__class__ = slot.kind  # so that every operation, its own methods too, comes to this mode
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for lane in dict.fromkeys(slot.lane for slot in self.engine.slots):
+            lane.dress()
 
 
 class _Run:
@@ -164,7 +175,7 @@ class _Run:
         """Everything that was to be filled is."""
         for slot in self.engine.slots:
             for module, attr in slot.owners:
-                if module._parameters.get(attr) is not slot.user:
+                if module._parameters.get(attr) is not slot.param:
                     raise RuntimeError(
                         f"The initialiser of {type(module).__name__} put another parameter in the place of "
                         f"{slot.name!r}; let it write the values in place (nn.init, copy_)."
@@ -196,7 +207,7 @@ class _Run:
 
 def _find_work(run: _Run, init: Init | None) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
     """(name, what to call) for each module, children before parents: the order in which constructors end."""
-    slots = {id(slot.user): slot for slot in run.engine.slots}
+    slots = {id(slot.param): slot for slot in run.engine.slots}
     work: list[tuple[str, list[Callable[[], Any]]]] = []
     for name, module, ancestor in _post_order(run.model, "", None, set()):
         own = run.concerns(module, slots)
@@ -251,10 +262,3 @@ def _takes(method: Callable, count: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _sum_of_bits(value: Tensor) -> int:
-    """Differs, as good as surely, where values differ in any bit; one fast pass."""
-    raw = value.contiguous().view(-1).view(torch.uint8)
-    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    return int(words.sum()) ^ int(raw[words.numel() * 8 :].sum())

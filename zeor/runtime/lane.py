@@ -1,13 +1,33 @@
 """The lane: the parameters of one unit that share dtypes and trainability, in one flat buffer.
 
     full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
+    params  the user's parameters, laid over `full`         Whole while it is here, Away else (memory/param.py)
     mine    compute dtype, this rank's slice                a part of `full`; where that is freed, memory of its own
                                                             on whatever tier it rests
     master  what the optimizer updates (fp32 or wider)      see memory/master.py; frozen: only where compute rounds
     grads   see grads.py; only where the lane is trainable
 
-Packs the user's parameters at construction and unpacks them at the end. Knows the mesh to start
-gathers with; decides nothing about when.
+Packs the user's parameters at construction. Knows the mesh to start gathers with; decides nothing about when.
+
+Note [Shown and hidden]
+~~~~~~~~~~~~~~~~~~~~~~~
+A parameter is Whole only while its bytes are here and nobody writes them. So a lane hides its parameters when it is
+freed, and when an update or a publish of its slices is left under way beside the computation; `wait()` shows them
+again. Whoever reads a hidden parameter comes to `wait()`, by way of a gather where the bytes are on other ranks. Other
+tensors over the lane cannot be hidden: where somebody has one (Note [Lent] in memory/buffers.py), nothing is left under
+way.
+
+Note [Written by the user]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+In-place operations on a parameter are torch's own and change compute, on every rank alike. Whether there were any
+is told by the parameter's version counter, which only the engine moves otherwise. The master follows:
+- compute is the master's own memory: nothing to do;
+- compute is freed: the elements of this rank's slice that differ from what was gathered are carried over before the
+  bytes go, into slice and master;
+- a wide master: elements whose cast is no longer what compute holds take compute's value;
+- a split master: compute is its upper half, and every remainder fits every compute (Note [the split master] in
+  memory/formats.py), so the master is within half a unit of compute's last place of what was written.
+Assignments of whole values (`copy_`, `fill_`, `data = ...`, a load) go to the master as they are, by `store`.
 
 Note [Delayed]
 ~~~~~~~~~~~~~~
@@ -28,6 +48,7 @@ from torch import Tensor, nn
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.layout import LaneLayout, Segment, lay_out
+from zeor.memory import param as parameters
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
 from zeor.memory.formats import cast_into
 from zeor.memory.lines import current_mark
@@ -71,14 +92,96 @@ class Lane:
         self.master: Master | None = None
         self._lags: Master | None = None  # the master, where compute is one update behind it
         self.behind = False  # an update was begun that forward does not see yet
-        self._pack(params, ledger)
-        self.full_params = [
-            nn.Parameter(self.full.tensor(offset, shape), requires_grad=key.trainable)
-            for offset, shape in zip(self.layout.offsets, self.layout.shapes)
-        ]
         self._move: verbs.Move | Brought | None = None
+        self._sent = verbs.Parts.of(mesh, self.full.flat)
+        self._pack(params, ledger)
+        self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
+        self.params: list[nn.Parameter] = []
+        self._classes: list[tuple[type, type]] = []  # (Whole, Away) of each
+        self._versions: list[int] = []  # as the engine left them
+        self.shown = True
+        self.looked_at = False  # somebody has a tensor over it, as the step under way found it
 
-    # ---- pack and unpack
+    # ---- parameters
+
+    def adopt(self, params: Sequence[nn.Parameter], classes: Sequence[tuple[type, type]]) -> None:
+        """The user's parameters lie over this lane from now on, with its values. `classes` is empty for parameters
+        that stay plain."""
+        for param, part in zip(params, self.parts):
+            parameters.lay(param, part)
+        self.params, self._classes = list(params), list(classes)
+        self.note_versions()
+        self.full.watch(self.params, self.layout.offsets)
+        self._dress(True)
+
+    def _dress(self, here: bool) -> None:
+        self.shown = here
+        self.dress()
+
+    def dress(self) -> None:
+        """Each parameter in the class that says where its bytes are."""
+        for param, (whole, away) in zip(self.params, self._classes):
+            param.__class__ = whole if self.shown else away
+
+    def show(self) -> None:
+        if not self.shown:
+            self._dress(True)
+
+    def hide(self) -> None:
+        """See Note [Shown and hidden]."""
+        if self.shown:
+            self._dress(False)
+
+    def note_versions(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [param._version for param in self.params]
+
+    def changed(self, params: Sequence[int] | None = None) -> None:
+        """The engine gave these parameters (or all) new values: a graph from before is stale."""
+        chosen = self.params if params is None else [self.params[index] for index in params]
+        torch.autograd.graph.increment_version(chosen)
+        self.note_versions()
+
+    @torch.no_grad()
+    def keep_writes(self) -> None:
+        """What the user wrote into parameters goes to slice and master: see Note [Written by the user]."""
+        if not self.shown or not self._versions:
+            return
+        written = [i for i, param in enumerate(self.params) if param._version != self._versions[i]]
+        if not written:
+            return
+        self.note_versions()
+        if self.frees:
+            self._carry(written, self.mine)
+        elif self.master is not None and self.master.format == "wide":
+            cast = torch.empty_like(self.master.compute.tensor, device=self.mesh.device)
+            cast_into(cast, self.master.values if not self.master.away else self._fetched())
+            self._carry(written, cast)
+
+    def _fetched(self) -> Tensor:
+        assert self.master is not None
+        values = torch.empty(self.master.numel, dtype=self.master.dtype, device=self.mesh.device)
+        self.master.read(0, values)
+        return values
+
+    def _carry(self, written: Sequence[int], before: Tensor) -> None:
+        """Elements of these parameters that are not what they were, in what this rank updates."""
+        for segment in self.segments:
+            if segment.param in written:
+                at = slice(segment.offset, segment.offset + segment.numel)
+                flat = self.part(self.full.flat, segment.param)
+                now = flat[segment.start : segment.start + segment.numel]
+                old = before[at].to(now.device)
+                differ = now.ne(old) & ~(now.isnan() & old.isnan())
+                if bool(differ.any()):
+                    exact = now.to(self.key.master_dtype or now.dtype)
+                    if self.master is not None:
+                        kept = torch.empty_like(exact)
+                        self.master.read(segment.offset, kept)
+                        exact = torch.where(differ, exact, kept)
+                    self._keep(segment.offset, exact)
+
+    # ---- packing
 
     @torch.no_grad()
     def _pack(self, params: Sequence[Tensor], ledger: Ledger) -> None:
@@ -90,7 +193,8 @@ class Lane:
         if self.key.master_dtype not in (None, self.key.compute_dtype):
             flat = torch.empty_like(flat, dtype=self.key.master_dtype)
         self.fill(flat, params)
-        verbs.broadcast(self.mesh, flat, "broadcast of rank 0's parameters")
+        sent = self._sent.whole if flat is self.full.flat else flat
+        verbs.broadcast(self.mesh, sent, "broadcast of rank 0's parameters")
         if flat is not self.full.flat:
             cast_into(self.full.flat, flat)
         self._settle(flat, ledger)
@@ -171,23 +275,30 @@ class Lane:
     @torch.no_grad()
     def store(self, param: int, value: Tensor) -> None:
         """This rank's part of one parameter's full value, into master and compute."""
-        self.wait()
+        self.settle()
+        self.keep_writes()
         flat = value.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
-        if not self.frees:
+        if self.full.inflated:
             cast_into(self.part(self.full.flat, param), flat)
         for segment in self.segments:
             if segment.param == param:
                 self._keep(segment.offset, flat[segment.start : segment.start + segment.numel])
         self.catch_up()
+        if self.params:
+            self.changed([param])
 
     @torch.no_grad()
     def store_part(self, offset: int, values: Tensor) -> None:
         """Values of a part of what this rank updates (`offset` as in its segments), into master and compute. Other
         ranks see them where compute rests FULL once the lane is gathered."""
-        self.wait()
+        self.settle()
+        self.keep_writes()
         flat = values.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
         self._keep(offset, flat)
         self.catch_up()
+        if self.params:
+            end = offset + flat.numel()
+            self.changed([s.param for s in self.segments if offset < s.offset + s.numel and s.offset < end])
 
     def _keep(self, offset: int, values: Tensor) -> None:
         if self.master is not None:
@@ -200,32 +311,82 @@ class Lane:
 
     def start_gather(self, label: str) -> None:
         """SLICE -> FULL; where compute rests FULL this is the publishing of updated slices."""
+        lent = self.full.lent if self.frees else self.looked_at
         if self.master is not None and self._lags is None:
             self.master.hold()  # update of the slice -> this gather
         if self.frees:
+            self._check_unwritten()
             self.full.inflate()
+            self.full.ready = False
+        self.hide()
         if self._mine.away:
             self._move = Brought(self, label)
         else:
-            self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label)
+            self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label, self._sent)
+        if lent:
+            self._arrive()  # somebody may read it at any time: the gather -> the reader
 
     def wait(self) -> None:
+        """Its parameters may be read, if its bytes are here or on their way."""
+        self.settle()
+        if self.full.inflated:
+            self.show()
+
+    def settle(self) -> None:
+        """Nothing is under way, as far as the computation sees."""
         if self.master is not None and self._lags is None:
             self.master.hold()  # update of compute -> whoever reads it
         self._arrive()
+
+    def look(self) -> None:
+        """A step begins: while it runs, its own tensors would be counted too."""
+        if not self.frees:
+            self.looked_at = self.full.lent
+
+    @property
+    def under_way(self) -> bool:
+        """Compute is being written beside the computation."""
+        pending = self.master is not None and self.master.pending is not None and self._lags is None
+        return self._move is not None or (pending and not self.frees)
+
+    def leave_under_way(self) -> None:
+        """An update or a publish was begun: its parameters are hidden until somebody waits for it."""
+        if not self.under_way:
+            return
+        if self.looked_at or not self._classes:
+            self.wait()
+        else:
+            self.hide()
 
     def _arrive(self) -> None:
         """Nothing is being gathered."""
         if self._move is not None:
             self._move.wait()
             self._move = None
+            self.full.ready = self.full.inflated
 
     def free(self) -> None:
         if self.frees:
             self._arrive()  # an update of the slice, which is other memory, may go on
+            if self.full.inflated:
+                self.keep_writes()
+            self.hide()
             self.full.free()
         else:
             self.wait()
+
+    def _check_unwritten(self) -> None:
+        """What somebody wrote into memory that was lent while its parameters were away would be lost here."""
+        if self.full.inflated or not self._versions:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = any(param._version != seen for param, seen in zip(self.params, self._versions))
+        if changed:
+            self.note_versions()
+            raise RuntimeError(
+                "A tensor over sharded parameters, kept from an earlier forward, was written to while its unit was "
+                "away, and the change would be lost; write inside `with zeor.full_params(model, write=True):`."
+            )
 
     def retire(self) -> None:
         """Its parameters live in other lanes from now on. `full` is gathered and left to whoever still reads it: the
@@ -257,7 +418,8 @@ class Lane:
     @torch.no_grad()
     def gather_master(self) -> Tensor:
         """The exact values of the whole lane, in memory of their own; a collective where they rest as slices."""
-        self.wait()
+        self.settle()
+        self.keep_writes()
         if self.master is None:
             own, whole = self.mine.to(self.mesh.device), None if self.frees else self.full.flat
         else:
@@ -326,7 +488,7 @@ class Brought:
         with self._line():
             own = lane.slice_of(lane.full.flat)
             own.copy_(self._source, non_blocking=True)
-            self._gather = verbs.gather(lane.mesh, lane.full.flat, own, self._label)
+            self._gather = verbs.gather(lane.mesh, lane.full.flat, own, self._label, lane._sent)
             self._mark = self._line.mark()
 
     def wait(self) -> Tensor:

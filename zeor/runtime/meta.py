@@ -103,7 +103,7 @@ def settle(mesh: Mesh, model: nn.Module, slots: Sequence[Slot], unfilled: Unfill
     that rank 0 lacks, as they would be lost."""
     buffers = list(named_buffers(model))
     mine = [
-        "".join("m" if slot.user.is_meta else "v" for slot in slots),
+        "".join("m" if slot.param.is_meta else "v" for slot in slots),
         "".join("m" if buffer.value.is_meta else "v" for buffer in buffers if buffer.value is not None),
     ]
     everyone = [mine] if mesh.fake else exchange(mesh, mine, "exchange about parameters on the meta device")
@@ -125,7 +125,7 @@ def check_states(optimizers: Sequence[Optimizer], slots: Sequence[Slot]) -> None
     """State that an optimizer made in its constructor in the likeness of a meta parameter has no values either."""
     for optimizer in optimizers:
         for slot in slots:
-            for key, value in optimizer.state.get(slot.user, {}).items():
+            for key, value in optimizer.state.get(slot.param, {}).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     raise ValueError(
                         f"{type(optimizer).__name__} has made its {key!r} of {slot.name!r} on the meta device, without "
@@ -147,9 +147,9 @@ def named_buffers(model: nn.Module) -> Iterator[BufferPlace]:
 def receive_values(slots: Sequence[Slot], device: torch.device) -> None:
     """Memory for what rank 0 holds and this rank only describes; the values come when the unit is packed."""
     for slot in slots:
-        if slot.user.is_meta and slot not in slot.engine.unfilled.slots:
-            made = nn.Parameter(torch.empty_like(slot.user, device=device), requires_grad=slot.user.requires_grad)
-            torch.utils.swap_tensors(slot.user, made)
+        if slot.param.is_meta and slot not in slot.engine.unfilled.slots:
+            made = nn.Parameter(torch.empty_like(slot.param, device=device), requires_grad=slot.param.requires_grad)
+            torch.utils.swap_tensors(slot.param, made)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 A pass is one walk of the model: a forward (forward.py) or a backward (backward.py). Both look an event up
 in the schedule and do its actions on units; this module carries those out and remembers, between passes and
-until the step, which units were entered, which are entered more than once, which autograd still reads.
+until the step, which units were entered and which are entered more than once.
 It knows neither hooks nor gradients.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from zeor.runtime import order as orders
 from zeor.runtime.gathers import Gathers
 from zeor.runtime.order import Orders, Walk
-from zeor.runtime.outside import Outside
 from zeor.runtime.schedule import Action, Schedule, Traits
+from zeor.runtime.stray import StrayReads
 from zeor.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -27,13 +27,11 @@ class Passes:
         self.engine, self.mesh, self.units, self.plan = engine, engine.mesh, engine.units, engine.plan
         self.record = engine.record
         self.orders = Orders(self.mesh, len(self.units))
-        self.outside = Outside(engine)  # units read outside their module stay as well
+        self.stray = StrayReads(engine)
         self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, under_way)
-        self.gathers.keeps = self.outside.keeps
         self.open: list[Unit] = []  # units whose forward is running
         self.used: set[int] = set()  # units entered since the last step
         self.repeated: set[int] = set()  # units a pass enters more than once
-        self.stay: set[int] = set()  # units that must not be freed before the next step (create_graph)
         self.last: int | None = None  # the unit that the last forward left in place for backward to begin with
         self.diverged = False  # ranks have taken different paths in a forward since the last step
         self.plan_step()
@@ -81,43 +79,33 @@ class Passes:
                 self.gathers.ahead(unit, walk)
             elif action.verb == "wait":
                 self.gathers.arrive(unit, walk)
-            elif action.verb == "swap_in":
-                self.record("swap_in", unit.index)
-                unit.swap_in()
-            elif action.verb == "swap_out":
-                self.record("swap_out", unit.index)
-                unit.swap_out()
             elif action.verb == "free":
                 self.free(unit)
+            else:
+                raise AssertionError(f"{action} is no action of a pass")
 
     def free(self, unit: Unit) -> None:
-        kept = unit.index in self.stay or unit.index in self.repeated or self.outside.keeps(unit.index)
-        if unit.frees and not kept:
+        if unit.frees and unit.index not in self.repeated:
             self.record("free", unit.index)
             unit.free()
 
     def free_repeated(self) -> None:
-        for index in self.repeated - self.stay - {unit.index for unit in self.open}:
+        for index in self.repeated - {unit.index for unit in self.open}:
             self.units[index].free()
 
     def put_back(self) -> None:
-        """After an exception: the user's own objects in every module, nothing gathered."""
+        """After an exception: nothing is gathered."""
         self.open.clear()
-        self.outside.forget()
         self.last = None
         for unit in self.units:
-            unit.swap_out()
-            if unit.frees and unit.index not in self.stay:
+            if unit.frees:
                 unit.free()
 
     def forget_gathered(self) -> None:
         """No unit is in place, and no rank may count on one."""
         self.last = None
-        self.outside.held.clear()
 
     def end_step(self) -> None:
         self.used.clear()
-        self.stay.clear()
-        self.outside.forget()
         self.last = None
         self.diverged = False

@@ -189,7 +189,7 @@ def _choose(engine: Engine, params: Chosen) -> list[Slot]:
     if callable(params):
         return [slot for slot in engine.slots if params(slot.name)]
     by_name = {slot.name: slot for slot in engine.slots}
-    by_id = {id(slot.user): slot for slot in engine.slots}
+    by_id = {id(slot.param): slot for slot in engine.slots}
     chosen = set()
     for item in params:
         slot = by_name.get(item) if isinstance(item, str) else by_id.get(id(item))

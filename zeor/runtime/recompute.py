@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeor.runtime.activations import Kept, Packed, Shelf
 from zeor.runtime.compiled import unwrapped
-from zeor.runtime.outside import inside_backward
+from zeor.runtime.stray import inside_backward
 from zeor.runtime.unit import Unit
 
 # Attributes of a chosen module: the Recompute it belongs to, and a forward of its own that is not its class's.

@@ -18,7 +18,7 @@ BACKWARD_END, STEP = "backward end", "step"
 
 @dataclass(frozen=True)
 class Action:
-    """verb: gather, wait, swap_in, swap_out, free, reduce, finish, update, publish."""
+    """verb: gather, wait, free, reduce, finish, update, publish."""
 
     verb: str
     unit: int
@@ -116,23 +116,22 @@ def _play(schedule: Schedule) -> None:
     # 1. forward: the root is entered first and left last; what it holds stays until backward ends.
     inner = [unit for unit in schedule.forward if unit != 0]
     order = [0, *inner]
-    schedule.add(FORWARD_ENTER, 0, [*fetch(order, 0), Action("swap_in", 0)])
+    schedule.add(FORWARD_ENTER, 0, fetch(order, 0))
     for position, unit in enumerate(order[1:], start=1):
-        schedule.add(FORWARD_ENTER, unit, [*fetch(order, position), Action("swap_in", unit)])
-        leave = [] if unit == stays else free(unit)
-        schedule.add(FORWARD_EXIT, unit, [Action("swap_out", unit), *leave])
-    schedule.add(FORWARD_EXIT, 0, [Action("swap_out", 0)])
+        schedule.add(FORWARD_ENTER, unit, fetch(order, position))
+        schedule.add(FORWARD_EXIT, unit, [] if unit == stays else free(unit))
+    schedule.add(FORWARD_EXIT, 0, [])
 
     # 2. backward: the root's output comes first; a unit is left when the gradients of its inputs are there.
     inner = [unit for unit in schedule.backward if unit != 0]
     order = [0, *inner]
-    schedule.add(BACKWARD_ENTER, 0, [*fetch(order, 0), Action("swap_in", 0)])
+    schedule.add(BACKWARD_ENTER, 0, fetch(order, 0))
     for position, unit in enumerate(order[1:], start=1):
-        schedule.add(BACKWARD_ENTER, unit, [*fetch(order, position), Action("swap_in", unit)])
-        schedule.add(BACKWARD_EXIT, unit, [*reduce(unit), Action("swap_out", unit), *free(unit)])
+        schedule.add(BACKWARD_ENTER, unit, fetch(order, position))
+        schedule.add(BACKWARD_EXIT, unit, [*reduce(unit), *free(unit)])
 
     # 3. the end: what the root holds, then the last sum is waited for.
-    schedule.add(BACKWARD_END, -1, [Action("swap_out", 0), *free(0), *reduce(0), *finish()])
+    schedule.add(BACKWARD_END, -1, [*free(0), *reduce(0), *finish()])
 
     # 4. step: in the order of the next forward, so that its first units are published first.
     actions = []

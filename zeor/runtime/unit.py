@@ -1,7 +1,7 @@
 """The unit: one module's parameters, gathered, freed, reduced and updated together.
 
 A unit owns lanes and slots. A slot is one parameter of the user's: it knows its lane and stands
-behind the user's view (`Held`). A unit carries out what it is told (gather, wait, swap, free) and
+behind the user's parameter (`Held`). A unit carries out what it is told (gather, wait, free) and
 keeps no order; the engine does.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zeor.memory import param as parameters
 from zeor.memory.roles import Residency
 from zeor.memory.view import Held, View
 from zeor.runtime import edits, events
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from zeor.runtime.engine import Engine
 
 Owner = tuple[nn.Module, str]
+_WRITE_ADVICE = "write to it inside `with zeor.full_params(model, write=True):`"
 
 
 class Slot(Held):
-    """One parameter: where it lies, who uses it, and the answers its views give."""
+    """One parameter of the user's: where it lies, who uses it, and what it answers when it is asked."""
 
     def __init__(self, engine: Engine, name: str, param: nn.Parameter, owners: Sequence[Owner]):
         if param.requires_grad and not param.dtype.is_floating_point:
@@ -36,73 +38,114 @@ class Slot(Held):
                 "make it complex where it is used."
             )
         self.engine, self.name, self.owners = engine, name, tuple(owners)
-        self.shape, self.dtype = tuple(param.shape), param.dtype
-        self.user: nn.Parameter = param  # the user's own object; a View once packed, plain for a drop-in
+        self.shape, self.dtype = tuple(param.shape), param.dtype  # dtype: as the user gave it, not that of compute
+        self.param: nn.Parameter = param  # the user's own object
         self.unit: Unit
         self.lane: Lane
         self.index = -1  # in its lane
         self.trains = param.requires_grad and param.dtype.is_floating_point  # as the user wants it
-        self._class, self._attributes = type(param), dict(vars(param))
+        self.kind = type(param)  # its class while it is a plain parameter
         self._grad_view: View | None = None
-        self._after_grad: OrderedDict[int, Callable] = OrderedDict()
+        self._after_grad: dict[int, Callable] = OrderedDict()
 
     def settle(self, unit: Unit, lane: Lane, index: int) -> None:
         self.unit, self.lane, self.index = unit, lane, index
-        self.dress(self.full)
+        self._grad_view = None
 
-    def dress(self, param: nn.Parameter) -> nn.Parameter:
-        """A full parameter is of the class, and has the attributes, of the one the user gave: a quantised one knows
-        how to be read."""
-        if type(param) is not self._class:
-            param.__class__ = self._class
-        vars(param).update(self._attributes)
-        return param
+    # ---- the parameter as an object
+
+    def bind(self) -> None:
+        """From now on the user's parameter asks this slot: see Note [One object] in memory/param.py."""
+        hooks = self.param._post_accumulate_grad_hooks
+        if hooks:
+            # Kept as the very dictionary, so that the user's handles still remove them.
+            self._after_grad, self.param._post_accumulate_grad_hooks = hooks, OrderedDict()
+        vars(self.param)[parameters.ATTRIBUTE] = self
+
+    def unbind(self, value: Tensor) -> None:
+        """A plain parameter with this value, for a while or for good."""
+        self.param.__class__ = self.kind
+        vars(self.param).pop(parameters.ATTRIBUTE, None)
+        parameters.lay(self.param, value)
+
+    def bind_again(self) -> None:
+        """After `unbind`: over the lane's memory; the lane gives it its class."""
+        parameters.lay(self.param, self.lane.parts[self.index])
+        parameters.take_grad(self.param)
+        vars(self.param)[parameters.ATTRIBUTE] = self
+
+    def give_back_hooks(self) -> None:
+        """The parameter is plain for good: its hooks are torch's business again."""
+        if self._after_grad:
+            self.param._post_accumulate_grad_hooks = self._after_grad  # type: ignore[assignment]
 
     @property
-    def full(self) -> nn.Parameter:
-        return self.lane.full_params[self.index]
+    def collects(self) -> bool:
+        """What autograd accumulates is the engine's: not where another reduces it, nor while the parameter is shown as
+        a plain one."""
+        return (self.engine.plain and not self.engine.is_given) or self.bound
 
-    def make_view(self, of_grad: bool) -> View:
-        # A wrapper has no memory of its own: one element describes any shape.
-        like = torch.empty((), dtype=self.dtype, device=self.engine.mesh.device).expand(self.shape)
-        if not of_grad and self.lane.key.trainable:
-            like.requires_grad_()
-        view = View(like, self, of_grad)
-        if not of_grad:
-            vars(view).update({**self._attributes, **vars(view)})
-        return view
+    @property
+    def bound(self) -> bool:
+        return vars(self.param).get(parameters.ATTRIBUTE) is self
 
-    # ---- the parameter
+    # ---- its values
 
-    def read(self) -> Tensor:
+    def read(self, writes: bool = False) -> Tensor:
+        """The parameter, with its bytes here; RuntimeError where that cannot be."""
         self.engine.unfilled.check_slot(self)
-        # Inside a pass it can be brought: see Note [Read outside] in outside.py.
-        outside = self.engine.passes.outside
-        if self.lane.frees and not self.unit.swapped and not outside.read(self.unit):
-            what = outside.advice()
-            raise RuntimeError(f"Parameter {self.name!r} is sharded and its full value is not on this rank; {what}.")
-        self.unit.wait()
-        return self.full
+        if not self.lane.shown:
+            stray = self.engine.passes.stray
+            # Inside a pass it can be brought: see Note [Stray reads] in stray.py.
+            if self.lane.frees and not stray.read(self.unit):
+                what = _WRITE_ADVICE if writes else stray.advice()
+                raise RuntimeError(
+                    f"Parameter {self.name!r} is sharded and its full value is not on this rank; {what}."
+                )
+            self.lane.wait()
+        return self.param
 
-    def load(self, value: Tensor) -> None:
-        """This rank's part of a full value, into master and compute."""
-        if not self.engine.writing:
+    def get_data(self) -> Tensor:
+        """A tensor over the same values that needs no gradient; where they are away, a view that asks when it is
+        read."""
+        if not self.lane.shown and self.lane.frees:
+            return View(self.param, self, of_grad=False)
+        self.read()
+        return self.param.detach()
+
+    def set_data(self, value: Tensor) -> None:
+        """`param.data = value`: new values in the same memory."""
+        like = self.param
+        if tuple(value.shape) != self.shape or value.dtype != like.dtype or value.device.type != like.device.type:
             raise RuntimeError(
-                f"copy_ would write to parameter {self.name!r}, of which this rank holds a part; "
-                "write inside `with zeor.full_params(model, write=True):`, or use model.load_state_dict."
+                f"Parameter {self.name!r} is sharded as {tuple(like.shape)}, {like.dtype}, on {like.device}; it was "
+                f"given data of {tuple(value.shape)}, {value.dtype}, on {value.device}. Choose shape, dtype and device "
+                "before zeor.shard (precision=, device=), or call zeor.unshard(model) first."
             )
+        self.load(value)
+
+    def load(self, value: Any) -> None:
+        """A full value, the same on every rank, into master and compute."""
+        if isinstance(value, View) and value._held is self and not value._of_grad:
+            return
         if isinstance(value, View):
-            if value._held is self:
+            value = value.value()
+        elif parameters.is_sharded(value):
+            if value is self.param:
                 return
-            value = value._held.read()
-        if tuple(value.shape) != self.shape:
-            raise ValueError(f"{self.name!r} has shape {self.shape}; the value given has {tuple(value.shape)}.")
+            value = value._zeor_slot.read()
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype)
+        try:
+            value = value.expand(self.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.name!r} has shape {self.shape}; the value given has {tuple(value.shape)}."
+            ) from None
         self.store(value)
-        self.lane.wait()
 
     def store(self, value: Tensor) -> None:
-        """A full value, the same on every rank, into master and compute."""
-        self.engine.refuse_if_lent(f"Parameter {self.name!r} was written")
+        """The same, of a plain tensor of the parameter's own shape."""
+        self.engine.refuse_if_borrowed(f"Parameter {self.name!r} was written")
         self.lane.store(self.index, value)
         self.engine.unfilled.slots.pop(self, None)
 
@@ -111,8 +154,9 @@ class Slot(Held):
         if flag and not self.dtype.is_floating_point:
             raise RuntimeError(f"Parameter {self.name!r} is {self.dtype} and cannot train; leave it frozen.")
         self.trains = flag
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.requires_grad_(self.param, flag)
         if self.lane.grads is not None:
-            self.full.requires_grad_(flag)
             self.lane.grads.expects[self.index] = flag
         self.engine.freezing.change()
 
@@ -125,9 +169,6 @@ class Slot(Held):
 
     # ---- the gradient
 
-    def leaf(self) -> Tensor:
-        return self.full
-
     def after_grad(self, hook: Callable) -> RemovableHandle:
         handle = RemovableHandle(self._after_grad)
         self._after_grad[handle.id] = hook
@@ -136,11 +177,11 @@ class Slot(Held):
     def grad_is_there(self) -> None:
         """A backward has reduced it."""
         for hook in list(self._after_grad.values()):
-            hook(self.user)
+            hook(self.param)
 
     def grad_view(self) -> View:
         if self._grad_view is None:
-            self._grad_view = self.make_view(of_grad=True)
+            self._grad_view = View(self.param, self, of_grad=True)
         return self._grad_view
 
     def get_grad(self) -> Tensor | None:
@@ -151,6 +192,7 @@ class Slot(Held):
         grads = self.lane.grads
         if value is None:
             if grads is not None:
+                self.engine.handed_out.drop(self)
                 grads.drop(self.index)
                 self.engine.norms.forget(self)
                 self.engine.edited(self, edits.DROP)
@@ -167,6 +209,7 @@ class Slot(Held):
 
     def ready_grads(self):
         """The lane's gradients, once they are reduced."""
+        self.engine.handed_out.heed()
         grads = self.lane.grads
         assert grads is not None
         if grads.released:
@@ -191,16 +234,16 @@ class Slot(Held):
                 "are read inside `with zeor.full_params(model, grads=True):`."
             )
         grads.apply_scales()
-        return grads.local(self.index).view(self.shape).to(self.dtype)
+        local = grads.local(self.index).view(self.shape)
+        given = local.to(self.param.dtype)
+        return self.engine.handed_out.give(self, given, is_copy=given is not local)
 
     def gather_grad(self) -> Tensor:
         self.engine.announce(events.GRADS, lambda: self.engine.slots.index(self))
-        return self.lane.gather_grads()[self.index].view(self.shape).to(self.dtype)
+        return self.lane.gather_grads()[self.index].view(self.shape).to(self.param.dtype)
 
-    def norm(self, ord: float, of_grad: bool) -> Tensor:
-        if of_grad:
-            return self.engine.norms.of_grad(self, ord)
-        return torch.linalg.vector_norm(self.read().detach(), ord)
+    def norm(self, ord: float) -> Tensor:
+        return self.engine.norms.of_grad(self, ord)
 
     def scale_grad(self, factor: Tensor | float) -> None:
         kept = self.engine.norms.keep_factor(factor)
@@ -226,7 +269,6 @@ class Unit:
         self.index, self.name, self.module, self.slots = index, name, module, list(slots)
         self.lanes: list[Lane] = []
         self.is_root = False
-        self.swapped = False
         # See Note [When a unit's backward is over] in hooks.py.
         self.open_calls = self.endless_calls = self.hooked_calls = 0
         self._places = [(module, attr, slot) for slot in slots for module, attr in slot.owners]
@@ -261,36 +303,12 @@ class Unit:
         for lane in self.lanes:
             lane.free()
 
-    def swap_in(self) -> None:
-        """The full parameters into their modules: from here on forward sees plain parameters."""
-        if not self.swapped:
-            self._check_places()
-            self._put([slot.full for _, _, slot in self._places])
-            self.swapped = True
-
-    def swap_out(self) -> None:
-        """The user's own objects back."""
-        if self.swapped:
-            self._put([slot.user for _, _, slot in self._places])
-            self.swapped = False
-
-    def _check_places(self) -> None:
+    def check_places(self) -> None:
         """What somebody else put in a parameter's place must not be passed over."""
         for module, attr, slot in self._places:
-            if module._parameters.get(attr) is not slot.user:
+            if module._parameters.get(attr) is not slot.param or not slot.bound:
                 raise RuntimeError(
                     f"Something else is in the place of parameter {slot.name!r} (by torch.func.functional_call, "
-                    "pruning, or an assignment); do that inside `with zeor.full_params(model):`, or before zeor.shard."
+                    "swap_tensors, pruning, or an assignment); do that inside `with zeor.full_params(model):`, or "
+                    "before zeor.shard."
                 )
-
-    def put(self, params: dict[Slot, nn.Parameter]) -> None:
-        """Any objects into the modules; see full_params."""
-        self._put([params[slot] for _, _, slot in self._places])
-
-    def _put(self, params: Sequence[nn.Parameter]) -> None:
-        for (module, attr, _), param in zip(self._places, params):
-            module._parameters[attr] = param
-            if isinstance(module, nn.RNNBase):
-                # RNNs read a list of their own; it must follow.
-                module._flat_weights = [module._parameters.get(n) for n in module._flat_weights_names]  # type: ignore[misc]
-                module._flat_weight_refs = [None] * len(module._flat_weights)  # weak ones would forbid swap_tensors

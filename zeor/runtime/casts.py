@@ -1,0 +1,74 @@
+"""Inputs of the model in the dtype that it computes in, without copying what the caller may look at afterwards.
+
+Tensors and tuples are cast on the way in. A list, a dict or a dataclass that holds a tensor to be cast is handed on as
+a copy with the cast tensor, and what forward puts into the copy is put into the caller's own object when forward ends;
+one that holds none is handed on as it is. So what a model appends or stores is there for the caller.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Casts:
+    """The casts of one forward's arguments."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+        self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []  # (the caller's, the copy, what the copy began with)
+
+    def cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self._dtype) if value.is_floating_point() else value
+        if isinstance(value, tuple):
+            items = [self.cast(item) for item in value]
+            if all(new is old for new, old in zip(items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        items_of = dict(_items(value))
+        new = {key: self.cast(item) for key, item in items_of.items()}
+        if all(new[key] is items_of[key] for key in new):
+            return value
+        made = copy.copy(value)
+        for key, item in new.items():
+            _put(made, key, item)
+        self._copies.append((value, made, new))
+        return made
+
+    def give_back(self) -> None:
+        """What forward changed in the copies, into the caller's own."""
+        for theirs, made, began in self._copies:
+            now = dict(_items(made))
+            if isinstance(theirs, list):
+                mine = dict(enumerate(theirs))
+                given = {id(item): mine[key] for key, item in began.items()}
+                theirs[:] = [given.get(id(item), item) for item in made]
+                continue
+            for key in [key for key in began if key not in now]:
+                del theirs[key]
+            for key, item in now.items():
+                if key not in began or item is not began[key]:
+                    _put(theirs, key, item)
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a container holds, by key; nothing for anything else."""
+    if type(value) is dict:
+        yield from value.items()
+    elif type(value) is list:
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def _put(container: Any, key: Any, item: Any) -> None:
+    if isinstance(container, (dict, list)):
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)

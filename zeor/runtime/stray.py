@@ -1,0 +1,86 @@
+"""Parameters that are read while their own module does not run.
+
+A decoder that ends with `F.linear(x, self.embed.weight)`, attention that reads `self.out_proj.weight`, a loss
+inside forward that looks at `self.head.weight`: the module that holds the parameter is not running, so its unit
+is not gathered. Where compute rests SLICE this module brings it. It knows no hooks and no gradients.
+
+Note [Stray reads]
+~~~~~~~~~~~~~~~~~~
+A read inside a pass gathers the unit through the pass's walk, like an entry, so that ranks may differ. In a forward the
+unit then stays until the forward ends. What autograd saved of it is a handle (saved.py), which brings the unit again
+in backward; in a backward (a forward that is computed again, a hook that reads) it stays as long as any unit that
+backward demanded. Outside any pass there is no walk, and other ranks may do something else: such a read is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zeor.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from zeor.runtime.engine import Engine
+
+
+class StrayReads:
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._lone: list[Unit] = []  # read inside a unit that was called outside the model's forward
+
+    def read(self, unit: Unit) -> bool:
+        """Bring a unit that is read here and now; False where no pass is under way."""
+        engine, passes = self._engine, self._engine.passes
+        if inside_backward():
+            engine.backward.demand(unit)
+            return True
+        walk = engine.forward.walk
+        if walk is not None:
+            walk.entered.append(unit.index)
+        elif passes.open:
+            self._lone.append(unit)  # every rank does the same
+        else:
+            return False
+        passes.gathers.arrive(unit, walk)
+        return True
+
+    def end_lone_call(self) -> None:
+        """A unit called outside the model's forward is left."""
+        for unit in self._lone:
+            self._engine.passes.free(unit)
+        self._lone.clear()
+
+    def advice(self) -> str:
+        """What to do about a parameter that is read outside any pass."""
+        return _advice(self._engine.units[0].module)
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _advice(root: nn.Module | None) -> str:
+    """What to do about a parameter that is not here; where a method of the user's reads it, with its name."""
+    names = {} if root is None else {id(module): name for name, module in root.named_modules()}
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        owner, method = frame.f_locals.get("self"), frame.f_code.co_name
+        if id(owner) in names and _is_method(owner, method):
+            found = f"{names[id(owner)]}.{method}" if names[id(owner)] else method
+        frame = frame.f_back  # type: ignore[assignment]
+    if found == "forward":
+        return "call model(...), not model.forward(...)"
+    if found is None:
+        return "read it inside `with zeor.full_params(model):`"
+    return (
+        f"it was read by {found!r}, called outside the model's forward: give zeor.shard(..., methods=({found!r},)), "
+        "or call it inside `with zeor.full_params(model):`"
+    )
+
+
+def _is_method(owner: object, name: str) -> bool:
+    """A method that the user calls by this name: not torch's way into it, nor the inside of a decorator."""
+    return name not in ("_call_impl", "_wrapped_call_impl") and callable(getattr(owner, name, None))
