@@ -170,7 +170,7 @@ def test_a_last_unit_that_backward_does_not_begin_with_is_freed() -> None:
 def test_events_that_were_not_expected_have_no_actions() -> None:
     found = schedule(3)
     assert found.at("forward enter", 7) == ()
-    assert [str(action) for action in found.at("forward exit", 1)] == ["swap_out(1)", "free(1)"]
+    assert [str(action) for action in found.at("forward exit", 1)] == ["free(1)"]
 
 
 # What the engine does is what the schedule says.
@@ -241,20 +241,20 @@ forward enter   tokens     wait(tokens)  gather(positions)
 forward exit    tokens     free(tokens)
 forward enter   positions  wait(positions)  gather(blocks.0)
 forward exit    positions  free(positions)
-forward enter   blocks.0   wait(blocks.0)  gather(blocks.1)  swap_in(blocks.0)
-forward exit    blocks.0   swap_out(blocks.0)  free(blocks.0)
-forward enter   blocks.1   wait(blocks.1)  gather(head)  swap_in(blocks.1)
-forward exit    blocks.1   swap_out(blocks.1)  free(blocks.1)
+forward enter   blocks.0   wait(blocks.0)  gather(blocks.1)
+forward exit    blocks.0   free(blocks.0)
+forward enter   blocks.1   wait(blocks.1)  gather(head)
+forward exit    blocks.1   free(blocks.1)
 forward enter   head       wait(head)
 forward exit    head
 forward exit    root
 backward enter  root       wait(root)
 backward enter  head       wait(head)  gather(blocks.1)
 backward exit   head       reduce(head)  free(head)
-backward enter  blocks.1   wait(blocks.1)  gather(blocks.0)  swap_in(blocks.1)
-backward exit   blocks.1   finish(head)  reduce(blocks.1)  swap_out(blocks.1)  free(blocks.1)
-backward enter  blocks.0   wait(blocks.0)  gather(positions)  swap_in(blocks.0)
-backward exit   blocks.0   finish(blocks.1)  reduce(blocks.0)  swap_out(blocks.0)  free(blocks.0)
+backward enter  blocks.1   wait(blocks.1)  gather(blocks.0)
+backward exit   blocks.1   finish(head)  reduce(blocks.1)  free(blocks.1)
+backward enter  blocks.0   wait(blocks.0)  gather(positions)
+backward exit   blocks.0   finish(blocks.1)  reduce(blocks.0)  free(blocks.0)
 backward enter  positions  wait(positions)  gather(tokens)
 backward exit   positions  finish(blocks.0)  reduce(positions)  free(positions)
 backward enter  tokens     wait(tokens)

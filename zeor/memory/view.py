@@ -214,7 +214,7 @@ def written(func: Any, args: tuple, kwargs: dict) -> Any:
         return None
     first = args[0] if args else next((kwargs[name] for name in ("input", "tensor", "self") if name in kwargs), None)
     if isinstance(first, (tuple, list)):
-        return next((each for each in first if isinstance(each, View)), None)
+        return next((each for each in first if type(each) is not Tensor), None)
     return first
 
 
