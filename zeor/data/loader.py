@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from zeor.data.position import Pass
+from zeor.data.history import History
+from zeor.data.position import Pass, seed_now
 from zeor.data.sampler import RankSampler
 from zeor.data.stream import RankStream
 
@@ -26,19 +27,21 @@ def is_sharded(loader: DataLoader) -> bool:
     )
 
 
-def loader_of_batches(loader: DataLoader, rank: int, world: int, seed: int, drop_last: bool | None) -> DataLoader:
+def loader_of_batches(
+    loader: DataLoader, rank: int, world: int, history: History, drop_last: bool | None
+) -> DataLoader:
     """For a loader with a batch_sampler of its own: whole batches are dealt out."""
-    dealt: RankSampler = RankSampler(loader.batch_sampler, rank, world, seed=seed, drop_last=bool(drop_last))
+    dealt: RankSampler = RankSampler(loader.batch_sampler, rank, world, history=history, drop_last=bool(drop_last))
     dealt.kind = "whole batches"
     return _counting(loader, dealt, world, batch_sampler=dealt)
 
 
 def loader_of_samples(
-    loader: DataLoader, rank: int, world: int, *, shuffle: bool | None, seed: int, drop_last: bool | None
+    loader: DataLoader, rank: int, world: int, *, shuffle: bool | None, history: History, drop_last: bool | None
 ) -> DataLoader:
     inner = loader.sampler if shuffle is None else sampler_for(loader.dataset, shuffle)
     drop_last = loader.drop_last if drop_last is None else drop_last
-    dealt: RankSampler = RankSampler(inner, rank, world, seed=seed, drop_last=drop_last)
+    dealt: RankSampler = RankSampler(inner, rank, world, history=history, drop_last=drop_last)
     if loader.batch_size is None:
         return _counting(loader, dealt, world, sampler=dealt)
     batches = BatchSampler(dealt, loader.batch_size, loader.drop_last)
@@ -50,6 +53,7 @@ def loader_of_stream(loader: DataLoader, stream: RankStream) -> DataLoader:
     if hasattr(loader, "state_dict"):
         # A stateful loader asks its workers for the position of their streams, and knows how to give it back.
         stream.batch_size = batch_size
+        seed_now(stream.position.history)
         return _replace(loader, dataset=stream, set_epoch=stream.set_epoch)
     stream.drive(batch_size, loader.num_workers, loader.persistent_workers)
     return _counting(loader, stream, stream.share.world * batch_size, dataset=stream)
