@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint.commit import read_manifest
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.errors import CheckpointError, all_there
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
 from zeor.checkpoint.modelconfig import config_texts
@@ -83,7 +83,6 @@ def export(
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
     model = unwrapped(source) if isinstance(source, nn.Module) else None
     mesh = _mesh_of(model)
-
     def prepare() -> tuple[Export, Path, int]:
         folder, wanted, max_nbytes = local_folder(out, "zeor.export"), _dtype_of(dtype), parse_size(max_file)
         if model is not None:
@@ -216,9 +215,13 @@ def _mesh_of(model: nn.Module | None) -> Mesh:
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
     state = vars(model).get(ATTRIBUTE) if model is not None else None
     if state is not None:
+        all_there(state.engine.mesh, "zeor.export")
         return state.engine.mesh
     if model is None or not dist.is_initialized():
         return Mesh(rank=0, world=1, device=torch.device("cpu"))
+    world = Mesh(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), control=dist.group.WORLD)
+    world.fake = "fake" in str(dist.get_backend_config())
+    all_there(world, "zeor.export")  # to make a mesh is a matter of all ranks
     plan = Plan()
     return make_mesh(None, devices.device_of(model), plan.deterministic, plan.timeout)
 
