@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint.commit import read_manifest
+from zeor.checkpoint.conversions import Reverse, shapes_of
 from zeor.checkpoint.errors import CheckpointError, all_there
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
@@ -57,6 +58,8 @@ class Export:
     values: Callable[[], Values]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
     texts: dict[str, str] = field(default_factory=dict)  # files beside the tensors, by name
+    reverse: Reverse | None = None  # from a model: how its parameters become what files hold
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)  # of the model's parameters
 
 
 def export(
@@ -71,8 +74,9 @@ def export(
     """Write plain safetensors, as Hugging Face lays them out, from a model (every rank calls it) or from a checkpoint
     (one process, no process group). Returns the folder.
 
-    Names are those of the state dict, tied parameters once, persistent buffers included; values are the masters', in
-    each parameter's own dtype. `out` is a new or empty local folder: it appears whole, by one rename, or not at all.
+    Names are those of the state dict, tied parameters once, persistent buffers included; those of a transformers model
+    are what its save_pretrained writes (experts apart). Values are the masters', in each parameter's own dtype.
+    `out` is a new or empty local folder: it appears whole, by one rename, or not at all.
 
     dtype           "bf16", "fp16", "fp32" or a torch.dtype, for everything in floating point.
     max_file        where to begin another file; with several there is an index.
@@ -125,14 +129,18 @@ def _write(mesh: Mesh, this: Export, out: Path, max_nbytes: int) -> None:
 
 def _stream(this: Export, files: OutFiles | None) -> None:
     """Rank 0 writes. The others take part in silence, and all stop where it does."""
-    wanted = {tensor.name: tensor.dtype for tensor in this.planned}
+    wanted = {name: dtype for name, (dtype, _) in this.kinds.items()} or {t.name: t.dtype for t in this.planned}
     values = this.values()
     try:
         for name, value, start in values:
             if files is None:
                 break
-            files.put(name, _cast(value, wanted[name]), start)
+            value = _cast(value, wanted[name])
+            made = {name: value} if this.reverse is None else this.reverse.put(name, value)
             del value
+            for each, tensor in made.items():
+                files.put(each, tensor, start)
+            del made
     finally:
         values.close()  # type: ignore[attr-defined]
 
@@ -203,11 +211,23 @@ def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bo
         for other in target.names
         if other != names[id(target.tensor)]
     }
-    planned = [
-        Planned(names[id(t.tensor)], _target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets
-    ]
+    everything = [_chosen(model, target) for target in find_targets(model)]
+
+    def reverse() -> Reverse:
+        found = Reverse(model, everything)
+        found.only(names.values())
+        return found
+
+    kinds = {names[id(t.tensor)]: (_target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets}
+    made = shapes_of(reverse(), kinds)
+    planned = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
     values = lambda: _model_values(state, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
-    return Export(planned, values, aliases)
+    return Export(planned, values, _file_aliases(reverse(), aliases), reverse=reverse(), kinds=kinds)
+
+
+def _file_aliases(reverse: Reverse, aliases: Mapping[str, str]) -> dict[str, str]:
+    """By the names of files; of a parameter that is converted there are none."""
+    return {reverse.name(k): reverse.name(v) for k, v in aliases.items() if not reverse.converts(v)}
 
 
 def _mesh_of(model: nn.Module | None) -> Mesh:
