@@ -2,10 +2,11 @@
 
 1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before. What
    is wrong on one rank is told on all.
-2. Rank 0 makes a hidden folder beside `out` (outfiles.py).
+2. Rank 0 makes a hidden folder beside or in `out` (outfiles.py).
 3. Values stream through: parameter by parameter from a sharded model (runtime/stream.py), range by range from a
    checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
-4. One rename makes the folder visible. All ranks hear how it ended.
+4. One rename makes the folder visible; in a folder that holds other things, that of the last file. All ranks hear how
+   it ended.
 Casts are zeor's own (memory/formats.py), so that a live export and one from a checkpoint are the same bits.
 """
 
@@ -30,7 +31,7 @@ from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
 from zeor.checkpoint.modelconfig import config_texts
 from zeor.checkpoint.opening import everywhere
-from zeor.checkpoint.outfiles import OutFiles, Planned, local_folder, parse_size
+from zeor.checkpoint.outfiles import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, need, read_all
 from zeor.checkpoint.store import find
@@ -76,7 +77,9 @@ def export(
 
     Names are those of the state dict, tied parameters once, persistent buffers included; those of a transformers model
     are what its save_pretrained writes (experts apart). Values are the masters', in each parameter's own dtype.
-    `out` is a new or empty local folder: it appears whole, by one rename, or not at all.
+    `out` is a local folder: a new one appears whole, by one rename, or not at all. One that holds other things (a
+    Trainer's checkpoints, a tokenizer) keeps them, and the export appears with the last file; where it holds weights or
+    another config.json, the export is refused.
 
     dtype           "bf16", "fp16", "fp32" or a torch.dtype, for everything in floating point.
     max_file        where to begin another file; with several there is an index.
@@ -119,7 +122,7 @@ def _write(mesh: Mesh, this: Export, out: Path, max_nbytes: int) -> None:
     problem = ""
     if mesh.rank == 0:
         files = OutFiles(out, this.planned, max_nbytes, {**this.aliases, "format": "pt"})
-        problem = _attempt(lambda: _check_free(out), out) or _attempt(files.begin, out)
+        problem = _attempt(lambda: check_free(out, this.texts), out) or _attempt(files.begin, out)
     _agree(mesh, problem, "beginning of an export", files)
     problem = _attempt(lambda: _stream(this, files), out)
     if files is not None and not problem:
@@ -149,15 +152,6 @@ def _end(files: OutFiles, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         files.write_text(name, text)
     files.commit()
-
-
-def _check_free(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if os.path.lexists(out):
-        raise CheckpointError(
-            f"{out} exists already; zeor.export writes a new folder, so give another name or remove it."
-        )
 
 
 def _attempt(do: Callable[[], None], out: Path) -> str:
