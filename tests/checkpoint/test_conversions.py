@@ -145,7 +145,7 @@ def test_experts_that_are_missing_are_a_sentence(tmp_path: Path) -> None:
     lost = next(name for name in tensors if ".experts.1." in name)
     (tmp_path / "less").mkdir()
     save_file({n: v for n, v in tensors.items() if n != lost}, tmp_path / "less" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"transformers cannot make .*experts|experts.* of another kind|shape"):
+    with pytest.raises(ValueError, match=r"transformers cannot make 'model\..*experts.gate_up_proj' of the 5 tensors"):
         zeor.load_pretrained(made("mixtral", seed=1), tmp_path / "less")
 
 

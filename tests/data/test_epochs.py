@@ -155,3 +155,26 @@ def test_a_history_ends_with_the_users_loader() -> None:
     del mine
     gc.collect()
     assert gone() is None and number not in history._histories
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_of_a_stream_reshuffles_and_goes_on(workers: int) -> None:
+    """Its workers are new in every epoch, each with a copy of the stream."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def new() -> Any:
+        torch.manual_seed(3)
+        return stateful(Shuffled(), batch_size=4, num_workers=workers)
+
+    once = zeor.data.shard(new())
+    wanted = [samples(once) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in wanted}) == 3
+    assert epochs(new()) == wanted
+    first = zeor.data.shard(new())
+    samples(first)
+    batches = iter(first)
+    before = [int(sample) for _ in range(3) for sample in next(batches)]
+    second = zeor.data.shard(new())
+    second.load_state_dict(first.state_dict())
+    assert before + samples(second) == wanted[1]
+    assert samples(second) == wanted[2]
