@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from zeor.comm.attendance import AbsentRanks, attend
 from zeor.comm.mesh import Mesh
 
 
 class CheckpointError(ValueError):
     """What was found, in which file, and what to do. Nothing of the running model has changed when it is raised
     by a load, unless it says so."""
+
+
+def all_there(mesh: Mesh, what: str) -> None:
+    """Every rank is at `what`, or CheckpointError says which are not; nothing has begun then."""
+    try:
+        attend(mesh, what)
+    except AbsentRanks as error:
+        raise CheckpointError(f"{error} Nothing was read or written.") from error
 
 
 @contextlib.contextmanager

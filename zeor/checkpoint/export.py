@@ -2,10 +2,11 @@
 
 1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before. What
    is wrong on one rank is told on all.
-2. Rank 0 makes a hidden folder beside `out` (outfiles.py).
+2. Rank 0 makes a hidden folder beside or in `out` (outfiles.py).
 3. Values stream through: parameter by parameter from a sharded model (runtime/stream.py), range by range from a
    checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
-4. One rename makes the folder visible. All ranks hear how it ended.
+4. One rename makes the folder visible; in a folder that holds other things, that of the last file. All ranks hear how
+   it ended.
 Casts are zeor's own (memory/formats.py), so that a live export and one from a checkpoint are the same bits.
 """
 
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint.commit import read_manifest
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.conversions import Reverse, shapes_of
+from zeor.checkpoint.errors import CheckpointError, all_there
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
 from zeor.checkpoint.modelconfig import config_texts
 from zeor.checkpoint.opening import everywhere
-from zeor.checkpoint.outfiles import OutFiles, Planned, local_folder, parse_size
+from zeor.checkpoint.outfiles import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, need, read_all
 from zeor.checkpoint.store import find
@@ -57,6 +59,8 @@ class Export:
     values: Callable[[], Values]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
     texts: dict[str, str] = field(default_factory=dict)  # files beside the tensors, by name
+    reverse: Reverse | None = None  # from a model: how its parameters become what files hold
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)  # of the model's parameters
 
 
 def export(
@@ -71,8 +75,11 @@ def export(
     """Write plain safetensors, as Hugging Face lays them out, from a model (every rank calls it) or from a checkpoint
     (one process, no process group). Returns the folder.
 
-    Names are those of the state dict, tied parameters once, persistent buffers included; values are the masters', in
-    each parameter's own dtype. `out` is a new or empty local folder: it appears whole, by one rename, or not at all.
+    Names are those of the state dict, tied parameters once, persistent buffers included; those of a transformers model
+    are what its save_pretrained writes (experts apart). Values are the masters', in each parameter's own dtype.
+    `out` is a local folder: a new one appears whole, by one rename, or not at all. One that holds other things (a
+    Trainer's checkpoints, a tokenizer) keeps them, and the export appears with the last file; where it holds weights or
+    another config.json, the export is refused.
 
     dtype           "bf16", "fp16", "fp32" or a torch.dtype, for everything in floating point.
     max_file        where to begin another file; with several there is an index.
@@ -83,7 +90,6 @@ def export(
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
     model = unwrapped(source) if isinstance(source, nn.Module) else None
     mesh = _mesh_of(model)
-
     def prepare() -> tuple[Export, Path, int]:
         folder, wanted, max_nbytes = local_folder(out, "zeor.export"), _dtype_of(dtype), parse_size(max_file)
         if model is not None:
@@ -116,7 +122,7 @@ def _write(mesh: Mesh, this: Export, out: Path, max_nbytes: int) -> None:
     problem = ""
     if mesh.rank == 0:
         files = OutFiles(out, this.planned, max_nbytes, {**this.aliases, "format": "pt"})
-        problem = _attempt(lambda: _check_free(out), out) or _attempt(files.begin, out)
+        problem = _attempt(lambda: check_free(out, this.texts), out) or _attempt(files.begin, out)
     _agree(mesh, problem, "beginning of an export", files)
     problem = _attempt(lambda: _stream(this, files), out)
     if files is not None and not problem:
@@ -126,14 +132,18 @@ def _write(mesh: Mesh, this: Export, out: Path, max_nbytes: int) -> None:
 
 def _stream(this: Export, files: OutFiles | None) -> None:
     """Rank 0 writes. The others take part in silence, and all stop where it does."""
-    wanted = {tensor.name: tensor.dtype for tensor in this.planned}
+    wanted = {name: dtype for name, (dtype, _) in this.kinds.items()} or {t.name: t.dtype for t in this.planned}
     values = this.values()
     try:
         for name, value, start in values:
             if files is None:
                 break
-            files.put(name, _cast(value, wanted[name]), start)
+            value = _cast(value, wanted[name])
+            made = {name: value} if this.reverse is None else this.reverse.put(name, value)
             del value
+            for each, tensor in made.items():
+                files.put(each, tensor, start)
+            del made
     finally:
         values.close()  # type: ignore[attr-defined]
 
@@ -142,15 +152,6 @@ def _end(files: OutFiles, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         files.write_text(name, text)
     files.commit()
-
-
-def _check_free(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if os.path.lexists(out):
-        raise CheckpointError(
-            f"{out} exists already; zeor.export writes a new folder, so give another name or remove it."
-        )
 
 
 def _attempt(do: Callable[[], None], out: Path) -> str:
@@ -204,11 +205,23 @@ def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bo
         for other in target.names
         if other != names[id(target.tensor)]
     }
-    planned = [
-        Planned(names[id(t.tensor)], _target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets
-    ]
+    everything = [_chosen(model, target) for target in find_targets(model)]
+
+    def reverse() -> Reverse:
+        found = Reverse(model, everything)
+        found.only(names.values())
+        return found
+
+    kinds = {names[id(t.tensor)]: (_target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets}
+    made = shapes_of(reverse(), kinds)
+    planned = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
     values = lambda: _model_values(state, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
-    return Export(planned, values, aliases)
+    return Export(planned, values, _file_aliases(reverse(), aliases), reverse=reverse(), kinds=kinds)
+
+
+def _file_aliases(reverse: Reverse, aliases: Mapping[str, str]) -> dict[str, str]:
+    """By the names of files; of a parameter that is converted there are none."""
+    return {reverse.name(k): reverse.name(v) for k, v in aliases.items() if not reverse.converts(v)}
 
 
 def _mesh_of(model: nn.Module | None) -> Mesh:
@@ -216,9 +229,13 @@ def _mesh_of(model: nn.Module | None) -> Mesh:
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
     state = vars(model).get(ATTRIBUTE) if model is not None else None
     if state is not None:
+        all_there(state.engine.mesh, "zeor.export")
         return state.engine.mesh
     if model is None or not dist.is_initialized():
         return Mesh(rank=0, world=1, device=torch.device("cpu"))
+    world = Mesh(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), control=dist.group.WORLD)
+    world.fake = "fake" in str(dist.get_backend_config())
+    all_there(world, "zeor.export")  # to make a mesh is a matter of all ranks
     plan = Plan()
     return make_mesh(None, devices.device_of(model), plan.deterministic, plan.timeout)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zeor.checkpoint.tensorfile import Entry
+from zeor.checkpoint.conversions import Source
 
 SHOWN = 10  # names per list in a sentence
 
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass
 class Match:
-    pairs: list[tuple[Target, Entry]]
+    pairs: list[tuple[Target, Source]]
     missing: list[str]
     unexpected: list[str]
 
@@ -54,7 +54,7 @@ def find_targets(model: nn.Module) -> list[Target]:
 
 def match(
     targets: Sequence[Target],
-    entries: dict[str, Entry],
+    entries: dict[str, Source],
     rename: Callable[[str], str | None] | None,
     path: str,
     strict: bool,
@@ -79,10 +79,10 @@ def match(
     return result
 
 
-def _renamed(entries: dict[str, Entry], rename: Callable | None, path: str) -> dict[str, Entry]:
+def _renamed(entries: dict[str, Source], rename: Callable | None, path: str) -> dict[str, Source]:
     if rename is None:
         return entries
-    result: dict[str, Entry] = {}
+    result: dict[str, Source] = {}
     origin: dict[str, str] = {}
     for name, entry in entries.items():
         new = rename(name)
@@ -96,7 +96,7 @@ def _renamed(entries: dict[str, Entry], rename: Callable | None, path: str) -> d
     return result
 
 
-def _misfit(name: str, tensor: Tensor, entry: Entry) -> str:
+def _misfit(name: str, tensor: Tensor, entry: Source) -> str:
     if tuple(tensor.shape) != entry.shape:
         return f"{name!r} has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
     if _kind(tensor.dtype) != _kind(entry.dtype):

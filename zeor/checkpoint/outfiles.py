@@ -4,13 +4,16 @@
     out/model-00001-of-00003.safetensors ... and out/model.safetensors.index.json
 
 Names, dtypes and shapes are told first, so every tensor has its place in its file before any value is there; values
-are then put as they come, written by a thread, and let go. Everything is written into a hidden folder beside `out`,
-synced, and renamed into place. Knows no model, no rank and no checkpoint.
+are then put as they come, written by a thread, and let go. Everything is written into a hidden folder, synced, and
+renamed into place: the folder itself, or into one that holds other things file by file, the one that makes them a model
+last. Knows no model, no rank and no checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fnmatch
 import json
 import math
 import os
@@ -35,6 +38,9 @@ from zeor.checkpoint.urls import place_of
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MOST_WAITING_NBYTES = 64 << 20  # values put and not written yet
+_BY_THE_WAY = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # in a config.json
+# What a reader of the folder would take for weights, or for a list of them: beside an export they would mix.
+_WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
 
 
 class Planned(NamedTuple):
@@ -103,12 +109,41 @@ def header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def check_free(out: Path, texts: Mapping[str, str]) -> None:
+    """CheckpointError where an export would overwrite something in `out`, or mix with weights that lie there. Other
+    files and folders (a Trainer's checkpoints, logs, a tokenizer) may stay. `texts`: files beside the weights."""
+    if os.path.lexists(out) and not out.is_dir():
+        raise CheckpointError(f"{out} exists already and is no folder; give another name or remove it.")
+    here = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    found = [name for name in here if any(fnmatch.fnmatch(name, each) for each in _WEIGHTS)]
+    found += [name for name in texts if name in here and not _says_the_same(out / name, texts[name])]
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise CheckpointError(
+            f"{', '.join(found[:4])}{more} exists already in {out}, and an export would overwrite it or mix with it; "
+            "give another folder, or move that away. Other files there may stay."
+        )
+
+
+def _says_the_same(path: Path, text: str) -> bool:
+    """Of the model itself: who wrote it, and in which dtype, makes no other model."""
+    try:
+        both = [json.loads(path.read_bytes()), json.loads(text)]
+    except (OSError, ValueError):
+        return False
+    for each in both:
+        for name in _BY_THE_WAY & set(each if isinstance(each, dict) else ()):
+            del each[name]
+    return both[0] == both[1]
+
+
 class OutFiles:
     """The files of one export, being written. Raises OSError where the disk does; `abandon` then leaves nothing."""
 
     def __init__(self, out: Path, tensors: Sequence[Planned], max_nbytes: int, metadata: Mapping[str, str]):
         self._disk: Disk = DISK
         self._out = out
+        self._joins = False  # a folder that holds other things
         self._writing = out.parent / f".{out.name}.writing-{secrets.token_hex(4)}"
         self._files = divide(tensors, max_nbytes)
         self._metadata = dict(metadata)
@@ -122,6 +157,8 @@ class OutFiles:
 
     def begin(self) -> None:
         """The hidden folder and the header of every file."""
+        if self._out.is_dir() and any(self._out.iterdir()):
+            self._joins, self._writing = True, self._out / self._writing.name  # it may be a filesystem of its own
         self._disk.make_folder(self._writing)
         for name, tensors in self._files.items():
             # Wider dtypes come first, so that every tensor is aligned.
@@ -178,8 +215,34 @@ class OutFiles:
             index = {"metadata": {"total_size": self.total_nbytes}, "weight_map": weight_map}
             self.write_text(INDEX, json.dumps(index, indent=2) + "\n")
         self._disk.sync_folder(self._writing)
-        self._disk.rename(self._writing, self._out)  # an empty folder gives way to it
-        self._disk.sync_folder(self._out.parent)
+        if self._joins:
+            self._move_in()
+        else:
+            self._disk.rename(self._writing, self._out)  # an empty folder gives way to it
+            self._disk.sync_folder(self._out.parent)
+
+    def _move_in(self) -> None:
+        """File by file. The last is the one without which the others are no model: what is read is all or nothing."""
+        last = INDEX if len(self._files) > 1 else WHOLE
+        names = [name for name in sorted(self._disk.names(self._writing)) if name != last]
+        moved: list[str] = []
+        try:
+            for name in [*names, last]:
+                if os.path.lexists(self._out / name):
+                    if name in self._files or name == INDEX:  # it was not there when we looked
+                        raise FileExistsError(errno.EEXIST, f"{name} was written there meanwhile")
+                    self._disk.unlink(self._writing / name)  # a config that says the same: theirs stays
+                    continue
+                self._disk.rename(self._writing / name, self._out / name)
+                moved.append(name)
+            self._disk.sync_folder(self._out)
+        except BaseException:
+            for name in moved:
+                with contextlib.suppress(OSError):
+                    self._disk.unlink(self._out / name)
+            raise
+        with contextlib.suppress(OSError):
+            self._disk.remove_folder(self._writing)
 
     def abandon(self) -> None:
         """Remove what was written so far; what cannot be removed stays hidden."""

@@ -1,6 +1,7 @@
 """load_pretrained: weights from safetensors into a model, each rank reading the bytes of its own segments.
 
-1. Find what the files hold and what the model wants, and match them by name. Nothing changes yet.
+1. Find what the files hold and what the model wants, and match them by name, or by what transformers makes of them
+   (conversions.py). Nothing changes yet.
 2. All ranks agree that it fits everywhere and that they see the same files; else all raise the same sentence.
 3. Unit by unit: read segments through the master, and gather where compute rests FULL.
 4. All ranks agree that every read succeeded; only then do parameters count as filled.
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeor.checkpoint.conversions import Source, as_model_names, pieces, remember, whole
 from zeor.checkpoint.folder import find_tensors
 from zeor.checkpoint.matching import Match, Target, find_targets, match
-from zeor.checkpoint.tensorfile import Entry, Reader
+from zeor.checkpoint.tensorfile import Reader
 from zeor.comm import verbs
 from zeor.comm.agree import exchange, same_everywhere
 from zeor.comm.mesh import Mesh
@@ -50,7 +52,9 @@ def load_pretrained(
 
     Values enter through the fp32 master. `rename(name_in_file)` gives the model's name, or None to leave it out. Names
     that are missing or unexpected raise on every rank before anything changes; with strict=False they are returned, as
-    load_state_dict does. Tensors of another shape always raise. One name of a tied parameter suffices."""
+    load_state_dict does. Tensors of another shape always raise. One name of a tied parameter suffices. Files that
+    transformers converts for its own models while it loads (experts in one parameter, older names) are converted by its
+    own table, one parameter at a time."""
     state = vars(model).get(ATTRIBUTE)
     if state is not None and state.shown:
         raise RuntimeError("zeor.load_pretrained cannot load inside zeor.full_params; close that first.")
@@ -62,9 +66,14 @@ def load_pretrained(
 def _load(model: nn.Module, engine: Engine | None, path: Path, strict: bool, rename: Rename | None) -> Loaded:
     """The steps at the top of this file."""
     mesh = engine.mesh if engine is not None else Mesh(rank=0, world=1, device=torch.device("cpu"))
-    found, problem = None, ""
+    found, problem, held = None, "", {}
+    targets = find_targets(model)
+    known = [name for target in targets for name in target.names]
     try:
-        found = match(find_targets(model), find_tensors(path), rename, str(path), strict)
+        held = find_tensors(path)
+        # A rename= of the user's says all: nothing is converted beside it.
+        entries: dict[str, Source] = as_model_names(model, known, held) if rename is None else {**held}
+        found = match(targets, entries, rename, str(path), strict)
     except Exception as error:  # whatever it is (the user's rename may raise anything), the other ranks must hear it
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
     _agree(mesh, problem, "exchange about the files to load")
@@ -76,6 +85,8 @@ def _load(model: nn.Module, engine: Engine | None, path: Path, strict: bool, ren
     if engine is not None:
         for slot in _entries_by_slot(engine, found):
             engine.unfilled.slots.pop(slot, None)
+    if rename is None:
+        remember(model, held, known)
     return Loaded(found.missing, found.unexpected)
 
 
@@ -87,7 +98,7 @@ def _agree(mesh: Mesh, problem: str, label: str) -> None:
             raise ValueError(text if all(everyone) else f"On rank {rank}: {text}")
 
 
-def _entries_by_slot(engine: Engine, found: Match) -> dict[Slot, Entry]:
+def _entries_by_slot(engine: Engine, found: Match) -> dict[Slot, Source]:
     entries = {id(target.tensor): entry for target, entry in found.pairs if not target.is_buffer}
     return {slot: entries[id(slot.param)] for slot in engine.slots if id(slot.param) in entries}
 
@@ -117,10 +128,10 @@ def _load_sharded(engine: Engine, found: Match, reader: Reader) -> str:
     return problem
 
 
-def _read_lane(lane: Lane, entries: dict[int, Entry], reader: Reader) -> None:
+def _read_lane(lane: Lane, entries: dict[int, Source], reader: Reader) -> None:
     for segment in lane.segments:
         if segment.param in entries:
-            for done, values in reader.pieces(entries[segment.param], segment.start, segment.numel):
+            for done, values in pieces(reader, entries[segment.param], segment.start, segment.numel):
                 lane.store_part(segment.offset + done, values)
 
 
@@ -131,8 +142,8 @@ def _publish(engine: Engine, unit: Unit, lane: Lane) -> None:
         lane.wait()
 
 
-def _read_whole(value: Tensor, entry: Entry, reader: Reader) -> None:
-    value.copy_(reader.whole(entry))
+def _read_whole(value: Tensor, entry: Source, reader: Reader) -> None:
+    value.copy_(whole(reader, entry))
 
 
 def _attempt(read: Callable[..., None], *args: Any) -> str:
@@ -164,17 +175,17 @@ def _load_plain(found: Match, reader: Reader) -> str:
     return ""
 
 
-def _read_plain(target: Target, entry: Entry, reader: Reader) -> None:
+def _read_plain(target: Target, entry: Source, reader: Reader) -> None:
     tensor = target.tensor
     if target.is_buffer:
         place = devices.default_device() if tensor.is_meta else tensor.device
-        _put_buffer(target, reader.whole(entry).to(place, tensor.dtype))
+        _put_buffer(target, whole(reader, entry).to(place, tensor.dtype))
         return
     if tensor.is_meta:
         real = torch.empty_like(tensor, device=devices.default_device())
         torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
     if not tensor.is_contiguous():
-        tensor.copy_(reader.whole(entry))
+        tensor.copy_(whole(reader, entry))
         return
-    for done, values in reader.pieces(entry, 0, entry.numel):
+    for done, values in pieces(reader, entry, 0, entry.numel):
         tensor.view(-1)[done : done + values.numel()].copy_(values)

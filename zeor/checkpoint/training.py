@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zeor.checkpoint import load as loading
 from zeor.checkpoint.background import Content, Saving, Target, saver_of
-from zeor.checkpoint.errors import lost_peers
+from zeor.checkpoint.errors import all_there, lost_peers
 from zeor.checkpoint.load import Loaded
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.urls import Place, place_of
@@ -66,8 +66,9 @@ def save(
     """Write a checkpoint of a sharded run into `folder`; every rank calls it. Returns where it is.
 
     It appears as `folder/step-...` at once and whole, or not at all. A full disk or a lost mount leaves what was there
-    before, and raises zeor.CheckpointError on every rank: training may go on. Where a rank dies nothing is lost either:
-    the others raise it too, naming the rank where that is known. No pickle is written.
+    before, and raises zeor.CheckpointError on every rank: training may go on. Where only some ranks call it, they raise
+    it after a minute, naming the others (a warning does after 5 s). Where a rank dies nothing is lost either: the
+    others raise it too, naming the rank where that is known. No pickle is written.
 
     folder  a path that ranks share or, where they do not, that each host has: it then keeps the files of its own ranks.
             Or a URL that fsspec knows ("s3://bucket/run"; ranks share it).
@@ -88,6 +89,7 @@ def save(
     if busy not in ("wait", "raise"):
         content = content._replace(error=ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'."))
     with lost_peers(run.mesh, *content.target.lost_words):
+        all_there(run.mesh, "zeor.save")
         return saver_of(run).save(run, content, later=asynchronous, refuse=busy == "raise")
 
 
@@ -145,8 +147,9 @@ def load(
     fits and lists the rest.
     """
     run = run_of(model, optimizer)
-    saver_of(run).settle()  # what is being written may be the latest
     with lost_peers(run.mesh, f"Loading {folder}", "Nothing of the run has changed."):
+        all_there(run.mesh, "zeor.load")
+        saver_of(run).settle()  # what is being written may be the latest
         return loading.load(run, place_of(folder), extra, data, strict)
 
 

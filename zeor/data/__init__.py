@@ -5,6 +5,8 @@
     stream.py       data that can only be read: every rank its turns in one order of samples
     loader.py       the user's DataLoader with either of them in it, counting what it hands over
     position.py     epochs and positions, counted over all ranks together
+    history.py      how many epochs of a user's loader were begun
+    seeds.py        the one seed of all ranks: rank 0's
     place.py        which rank of how many
     same_batch.py   fingerprint(): were ranks fed the same batch by mistake?
 """

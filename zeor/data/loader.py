@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from zeor.data.position import Pass
+from zeor.data.history import History
+from zeor.data.position import Pass, seed_now
 from zeor.data.sampler import RankSampler
 from zeor.data.stream import RankStream
 
@@ -26,19 +27,21 @@ def is_sharded(loader: DataLoader) -> bool:
     )
 
 
-def loader_of_batches(loader: DataLoader, rank: int, world: int, seed: int, drop_last: bool | None) -> DataLoader:
+def loader_of_batches(
+    loader: DataLoader, rank: int, world: int, history: History, drop_last: bool | None
+) -> DataLoader:
     """For a loader with a batch_sampler of its own: whole batches are dealt out."""
-    dealt: RankSampler = RankSampler(loader.batch_sampler, rank, world, seed=seed, drop_last=bool(drop_last))
+    dealt: RankSampler = RankSampler(loader.batch_sampler, rank, world, history=history, drop_last=bool(drop_last))
     dealt.kind = "whole batches"
     return _counting(loader, dealt, world, batch_sampler=dealt)
 
 
 def loader_of_samples(
-    loader: DataLoader, rank: int, world: int, *, shuffle: bool | None, seed: int, drop_last: bool | None
+    loader: DataLoader, rank: int, world: int, *, shuffle: bool | None, history: History, drop_last: bool | None
 ) -> DataLoader:
     inner = loader.sampler if shuffle is None else sampler_for(loader.dataset, shuffle)
     drop_last = loader.drop_last if drop_last is None else drop_last
-    dealt: RankSampler = RankSampler(inner, rank, world, seed=seed, drop_last=drop_last)
+    dealt: RankSampler = RankSampler(inner, rank, world, history=history, drop_last=drop_last)
     if loader.batch_size is None:
         return _counting(loader, dealt, world, sampler=dealt)
     batches = BatchSampler(dealt, loader.batch_size, loader.drop_last)
@@ -50,7 +53,11 @@ def loader_of_stream(loader: DataLoader, stream: RankStream) -> DataLoader:
     if hasattr(loader, "state_dict"):
         # A stateful loader asks its workers for the position of their streams, and knows how to give it back.
         stream.batch_size = batch_size
-        return _replace(loader, dataset=stream, set_epoch=stream.set_epoch)
+        seed_now(stream.position.history)
+        # Workers that are started anew each epoch have a copy of the stream as it is here: it must know the epoch.
+        anew = loader.num_workers and not loader.persistent_workers
+        kind = _mixed(Advancing, type(loader)) if anew else None  # type: ignore[arg-type]
+        return _replace(loader, kind, dataset=stream, set_epoch=stream.set_epoch)
     stream.drive(batch_size, loader.num_workers, loader.persistent_workers)
     return _counting(loader, stream, stream.share.world * batch_size, dataset=stream)
 
@@ -97,6 +104,31 @@ class Counting:
         """The next iter() continues there; the state may come from another number of ranks."""
         self._dealt.load_state_dict(state)
         object.__setattr__(self, "_iterator", None)  # persistent workers hold an older copy
+
+
+class Advancing:
+    """A stateful loader whose workers read the stream: counts the epochs here that they begin there."""
+
+    dataset: RankStream
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()  # type: ignore[misc]
+        self.dataset.set_epoch(self.dataset.position.epoch + 1)
+        return batches
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)  # type: ignore[misc]
+        for epoch in _epochs_in(state):
+            self.dataset.set_epoch(epoch)
+
+
+def _epochs_in(state: Any) -> Iterator[int]:
+    """Of every position of ours inside a stateful loader's own."""
+    if isinstance(state, dict) and "zeor_data" in state:
+        yield int(state["epoch"])
+    elif isinstance(state, (dict, list, tuple)):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from _epochs_in(each)
 
 
 class HandedOver:
@@ -148,13 +180,14 @@ def _undrawn(continues: bool) -> Iterator[None]:
 
 
 @cache
-def _counting_class(kind: type[DataLoader]) -> type[DataLoader]:
+def _mixed(more: type, kind: type[DataLoader]) -> type[DataLoader]:
+    """The user's class, by its own name, with what `more` can do."""
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (Counting, kind), body)
+    return type(kind.__name__, (more, kind), body)
 
 
 def _counting(loader: DataLoader, dealt: RankSampler | RankStream, items_per_batch: int, **changed: Any) -> DataLoader:
-    kind = _counting_class(type(loader))  # type: ignore[arg-type]
+    kind = _mixed(Counting, type(loader))  # type: ignore[arg-type]
     return _replace(loader, kind, _dealt=dealt, _items_per_batch=items_per_batch, **changed)
 
 

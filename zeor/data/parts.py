@@ -1,7 +1,7 @@
 """shard(): each rank its own part of a loader, a dataset or a stream. Decides which way; the ways are elsewhere.
 
-Nothing is communicated: every rank computes the same order and takes its turns in it. By default all ranks get
-equally many batches, because a rank with one batch more would wait for the others forever.
+Every rank computes the same order and takes its turns in it; only the seed of that order is rank 0's, told once. By
+default all ranks get equally many batches, because a rank with one batch more would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
+from zeor.data.history import History, history_of
 from zeor.data.loader import is_sharded, loader_of_batches, loader_of_samples, loader_of_stream, sampler_for
 from zeor.data.place import place
+from zeor.data.position import seed_now
 from zeor.data.sampler import RankSampler
+from zeor.data.seeds import Seed, own_seed
 from zeor.data.stream import RankStream, Share
 
 SHUFFLE_BUFFER = 1000  # samples, where a stream is asked to shuffle and not told how far
@@ -27,7 +30,7 @@ def shard(
     data: Any,
     *,
     shuffle: bool | int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     drop_last: bool | None = None,
     uneven: bool = False,
     mesh: Any = None,
@@ -35,9 +38,11 @@ def shard(
     """This rank's part of a DataLoader, of a dataset or of a stream.
 
     A DataLoader comes back as a DataLoader of the same class and settings, whose batches hold this rank's
-    samples only. Its batch_size is per rank: the global batch is world size times as large. A loader that
-    shuffles is reshuffled every epoch, all ranks by the same permutation; epochs advance by themselves at
-    each iter(), and `set_epoch(n)` on the loader (or its sampler) sets the next one.
+    samples only. Its batch_size is per rank: the global batch is batch_size x ranks, and an epoch has that many times
+    fewer steps. A loader that shuffles is reshuffled every epoch, all ranks by the same permutation; epochs advance by
+    themselves at each iter(), and `set_epoch(n)` on the loader (or its sampler) sets the next one. Your own loader
+    remembers how many epochs were begun, so `for batch in zeor.data.shard(loader)` inside `for epoch in ...` reshuffles
+    too; shard it once, before the loop, to keep worker processes alive and to save its position.
     Other samplers are cut the same way: they run on every rank from one common seed, a batch_sampler's whole
     batches dealt out in turn. A loader that has a DistributedSampler already is returned as it is.
 
@@ -57,7 +62,9 @@ def shard(
 
     shuffle     None: as the loader does (a dataset or stream: no). True or False overrides that. A stream is
                 shuffled through a buffer of that many samples (True: 1000).
-    seed        of the permutation. The loader's own generator has no say in it: it may differ by rank.
+    seed        of the permutation. None: rank 0's, and the same on all ranks: that of the loader's own generator if
+                it has one, else torch's (torch.manual_seed), as it is when the loader is sharded first. A position that
+                was loaded brings the seed of its run.
     drop_last   for samples that the ranks cannot share evenly. False: up to world - 1 samples are seen
                 twice. True: as many are left out. None: as the loader does with its last batch (a dataset
                 or stream: False).
@@ -67,7 +74,13 @@ def shard(
     mesh        a DeviceMesh or process group to shard over; default: all ranks.
     """
     rank, world = place(mesh)
-    return shard_for(data, rank, world, shuffle=shuffle, seed=seed, drop_last=drop_last, uneven=uneven)
+    options = (rank, world, shuffle, seed, drop_last, uneven)
+
+    def new_seed() -> int | Seed:
+        return seed if seed is not None else Seed(own_seed(data), _described(data), world, mesh)
+
+    history = history_of(data, options, new_seed)
+    return shard_for(data, rank, world, shuffle=shuffle, drop_last=drop_last, uneven=uneven, history=history)
 
 
 def shard_for(
@@ -79,8 +92,10 @@ def shard_for(
     seed: int = 0,
     drop_last: bool | None = None,
     uneven: bool = False,
+    history: History | None = None,
 ) -> Any:
-    """shard() for a given rank of a given world."""
+    """shard() for a given rank of a given world; without a history it begins epoch 0 of `seed`."""
+    history = History(seed) if history is None else history
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} does not exist in a world of {world}")
     if isinstance(data, RankStream) or (isinstance(data, DataLoader) and is_sharded(data)):
@@ -91,20 +106,22 @@ def shard_for(
         drop = bool(loader.drop_last if drop_last is None and loader is not None else drop_last)
         ends = "uneven" if uneven else "drop" if drop else "pad"
         buffer_numel = SHUFFLE_BUFFER if shuffle is True else int(shuffle or 0)
-        stream = _stream(source, Share(rank, world, seed, buffer_numel, ends))
+        _ask(history)
+        stream = _stream(source, Share(rank, world, seed, buffer_numel, ends), history)
         return stream if loader is None else loader_of_stream(loader, stream)
     if uneven:
         raise ValueError(f"uneven=True is for streams, and {type(source).__name__} is map-style: leave it out")
     if loader is not None:
-        return _shard_loader(loader, rank, world, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return _shard_loader(loader, rank, world, shuffle=shuffle, history=history, drop_last=drop_last)
     if world == 1 and shuffle is None:
         return data
     inner = sampler_for(data, bool(shuffle))
-    return Subset(data, list(RankSampler(inner, rank, world, seed=seed, drop_last=bool(drop_last))))
+    fixed = History(seed_now(history) if shuffle else 0)
+    return Subset(data, list(RankSampler(inner, rank, world, history=fixed, drop_last=bool(drop_last))))
 
 
 def _shard_loader(
-    loader: DataLoader, rank: int, world: int, *, shuffle: bool | int | None, seed: int, drop_last: bool | None
+    loader: DataLoader, rank: int, world: int, *, shuffle: bool | int | None, history: History, drop_last: bool | None
 ) -> DataLoader:
     own_batches = loader.batch_size is None and loader.batch_sampler is not None
     if own_batches and shuffle is not None:
@@ -113,9 +130,31 @@ def _shard_loader(
     if world == 1 and shuffle is None and not hasattr(dealt, "__len__"):
         return loader  # perhaps an endless sampler: nothing to share, and nothing that a position could count in
     if own_batches:
-        return loader_of_batches(loader, rank, world, seed, drop_last)
+        _ask(history)
+        return loader_of_batches(loader, rank, world, history, drop_last)
     shuffle = None if shuffle is None else bool(shuffle)
-    return loader_of_samples(loader, rank, world, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if shuffle or (shuffle is None and type(dealt) is not SequentialSampler):
+        _ask(history)
+    return loader_of_samples(loader, rank, world, shuffle=shuffle, history=history, drop_last=drop_last)
+
+
+# ---- the seed
+
+
+def _ask(history: History) -> None:
+    """The order will be drawn: agree on the seed while all ranks are here."""
+    if isinstance(history.seed, Seed):
+        history.seed.ask_early()
+
+
+def _described(data: Any) -> str:
+    source: Any = data.dataset if isinstance(data, DataLoader) else data
+    name = getattr(source, "__name__", type(source).__name__)
+    try:
+        numel = f" of {len(source)} samples"
+    except TypeError:  # a stream
+        numel = ""
+    return f"{'a loader of ' if source is not data else ''}{name}{numel}"
 
 
 # ---- streams
@@ -142,7 +181,7 @@ def _is_stream(data: Any) -> bool:
     return True
 
 
-def _stream(source: Any, share: Share) -> RankStream:
+def _stream(source: Any, share: Share, history: History) -> RankStream:
     """The source dealt out; or, where it is or can be cut by ranks itself, this rank's own cut of it."""
     alone = replace(share, rank=0, world=1, own=(share.rank, share.world))
     if share.world > 1 and _is_cut_by_rank(source):
@@ -151,10 +190,10 @@ def _stream(source: Any, share: Share) -> RankStream:
             "`with zeor.join(model):`.",
             type(source).__name__,
         )
-        return RankStream(source, alone)
+        return RankStream(source, alone, history)
     if share.world > 1 and share.ends == "uneven" and _shards_numel(source) >= share.world:
-        return RankStream(source.shard(num_shards=share.world, index=share.rank), alone)
-    return RankStream(source, share)
+        return RankStream(source.shard(num_shards=share.world, index=share.rank), alone, history)
+    return RankStream(source, share, history)
 
 
 def _is_cut_by_rank(source: Any) -> bool:

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from zeor.data.history import History
+from zeor.data.seeds import Seed
+
 VERSION = 1
 
 
@@ -33,11 +36,11 @@ class Pass:
 
 
 class Position:
-    """The next pass, and the running one until it ends."""
+    """The next pass, and the running one until it ends. Tells the history, which says where to begin."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.start = 0
+    def __init__(self, history: History | None = None) -> None:
+        self.history = History(0) if history is None else history
+        self.epoch, self.start = self.history.next
         self.running: Pass | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -45,10 +48,12 @@ class Position:
         if epoch != self.epoch:
             self.start = 0
         self.epoch, self.running = epoch, None
+        self.history.sent_to(epoch, self.start)
 
     def begin(self) -> Pass:
         """Start the next pass; the one after it will be the next epoch's."""
         self.running = Pass(self.epoch, self.start)
+        self.history.begun(self.epoch)
         self.epoch, self.start = self.epoch + 1, 0
         return self.running
 
@@ -67,6 +72,7 @@ class Position:
 
     def go_to(self, epoch: int, consumed: int) -> None:
         self.epoch, self.start, self.running = epoch, consumed, None
+        self.history.sent_to(epoch, consumed)
 
 
 def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int]:
@@ -86,6 +92,23 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int]:
                 "an epoch instead of loading this."
             )
     return int(state["epoch"]), int(state["consumed"])
+
+
+def seed_now(history: History) -> int:
+    """The number to draw from; the ranks agree on it now if they have not."""
+    return history.seed.now() if isinstance(history.seed, Seed) else history.seed
+
+
+def take_state(position: Position, state: Any, settings: dict[str, Any]) -> tuple[int, int]:
+    """Send a position where a saved state says; returns (epoch, consumed). A seed that nobody gave is the saved one."""
+    seed = position.history.seed
+    if isinstance(seed, Seed) and isinstance(state, dict):
+        settings = {**settings, "seed": state.get("seed")}
+    found = check_state(state, settings)
+    if isinstance(seed, Seed):
+        seed.adopt(state.get("seed"))
+    position.go_to(*found)
+    return found
 
 
 def part_numel(numel: int, world: int, drop_last: bool) -> int:

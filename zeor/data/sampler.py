@@ -7,12 +7,15 @@ is communicated; all ranks get equally many items. Knows indices, not samples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-from zeor.data.position import VERSION, Position, check_state, part_numel, seeded
+from zeor.data.history import History
+from zeor.data.position import VERSION, Position, part_numel, seed_now, seeded, take_state
+from zeor.data.seeds import Seed, generator_of
 
 T = TypeVar("T")
 
@@ -31,7 +34,10 @@ class RankSampler(Sampler[T]):
 
     kind = "map-style samples"  # or "whole batches", where a batch sampler's are dealt out
 
-    def __init__(self, inner: Any, rank: int, world: int, *, seed: int = 0, drop_last: bool = False) -> None:
+    def __init__(
+        self, inner: Any, rank: int, world: int, *, seed: int = 0, drop_last: bool = False,
+        history: History | None = None,
+    ) -> None:  # fmt: skip
         if not hasattr(inner, "__len__"):
             raise ValueError(
                 f"zeor.data.shard needs a sampler with a length, and {type(inner).__name__} has no __len__"
@@ -39,9 +45,14 @@ class RankSampler(Sampler[T]):
         self.inner = inner
         self.rank = rank
         self.world = world
-        self.seed = seed
         self.drop_last = drop_last
-        self.position = Position()
+        self.position = Position(History(seed) if history is None else history)
+
+    @property
+    def seed(self) -> int | None:
+        """None: the ranks have not agreed on one yet."""
+        seed = self.position.history.seed
+        return seed.agreed if isinstance(seed, Seed) else seed
 
     @property
     def epoch(self) -> int:
@@ -70,10 +81,8 @@ class RankSampler(Sampler[T]):
             return range(len(self.inner))  # type: ignore[return-value]
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
-        with seeded(self.seed + epoch):
-            generator = getattr(self.inner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(self.seed + epoch)
+        seed = seed_now(self.position.history) + epoch
+        with seeded(seed), _reseeded(generator_of(self.inner), seed):
             return list(self.inner)
 
     # ---- position
@@ -86,8 +95,22 @@ class RankSampler(Sampler[T]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iter() continues there; it may come from another number of ranks or another batch size."""
-        self.position.go_to(*check_state(state, self._settings()))
+        take_state(self.position, state, self._settings())
 
     def _settings(self) -> dict[str, Any]:
         """What the order depends on; the name of the inner sampler stands for how it draws."""
         return {"kind": self.kind, "order": type(self.inner).__name__, "numel": len(self.inner), "seed": self.seed}
+
+
+@contextmanager
+def _reseeded(generator: torch.Generator | None, seed: int) -> Iterator[None]:
+    """The user's own generator draws from `seed` inside; after it, it is as it was."""
+    if generator is None:
+        yield
+        return
+    state = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        yield
+    finally:
+        generator.set_state(state)

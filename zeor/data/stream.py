@@ -26,7 +26,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from zeor.data.position import VERSION, Position, check_state, part_numel, seeded
+from zeor.data.history import History
+from zeor.data.position import VERSION, Position, part_numel, seed_now, seeded, take_state
+from zeor.data.seeds import Seed
 
 _END = object()
 
@@ -46,9 +48,9 @@ class Share:
 class RankStream(IterableDataset):
     """One rank's part of an iterable, or of what a function (a generator function, say) returns each time."""
 
-    def __init__(self, source: Any, share: Share) -> None:
+    def __init__(self, source: Any, share: Share, history: History | None = None) -> None:
         self.source, self.share = source, share
-        self.position = Position()
+        self.position = Position(History(share.seed) if history is None else history)
         self.driven = False  # by a loader, which begins the passes
         self.read_here = True  # and not by a loader's worker processes
         self.batch_size = 1  # samples that one worker takes at a time
@@ -65,6 +67,7 @@ class RankStream(IterableDataset):
             self._now.share_memory_()
 
     def begin(self) -> None:
+        seed_now(self.position.history)  # worker processes cannot ask
         this = self.position.begin()
         self._now.copy_(torch.tensor([this.epoch, this.start]))
 
@@ -110,7 +113,7 @@ class RankStream(IterableDataset):
         state = self._resume[2] if self._resume is not None and self._resume[:2] == (epoch, start) else None
         samples = self._whole(epoch, state)
         if self.share.shuffle:
-            samples = shuffled(samples, self.share.shuffle, random.Random(f"{self.share.seed} {epoch}"))
+            samples = shuffled(samples, self.share.shuffle, random.Random(f"{seed_now(self.position.history)} {epoch}"))
         if state is None:
             for _ in itertools.islice(samples, start):
                 pass
@@ -122,7 +125,7 @@ class RankStream(IterableDataset):
         self._ended = False
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
-        with _alone(), seeded(self.share.seed + epoch):
+        with _alone(), seeded(seed_now(self.position.history) + epoch):
             if state is not None:
                 self.source.load_state_dict(state)
             stream = iter(self.source if hasattr(self.source, "__iter__") else self.source())
@@ -159,14 +162,14 @@ class RankStream(IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iter() continues there; it may come from another number of ranks."""
-        epoch, consumed = check_state(state, self._settings())
-        self.position.go_to(epoch, consumed)
+        epoch, consumed = take_state(self.position, state, self._settings())
         self._origin = state.get("origin")
         self._resume = (epoch, consumed, state["dataset"]) if "dataset" in state else None
 
     def _settings(self) -> dict[str, Any]:
-        share = self.share
-        return {"kind": "a stream", "seed": share.seed, "shuffle": share.shuffle, "own": share.own and list(share.own)}
+        share, seed = self.share, self.position.history.seed
+        known = seed.agreed if isinstance(seed, Seed) else seed
+        return {"kind": "a stream", "seed": known, "shuffle": share.shuffle, "own": share.own and list(share.own)}
 
 
 def shuffled(samples: Iterator[Any], buffer_numel: int, chance: random.Random) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch
 from zeor.memory.device import DeviceMemory
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import free_host_nbytes
-from zeor.memory.placement import Room, choose
+from zeor.memory.placement import Room, choose, size
 from zeor.optim.auto import DISK_SHARE, HOST_SHARE, holes_nbytes
 from zeor.optim.moments import moment_itemsize
 from zeor.optim.windows import WINDOWS
@@ -29,8 +29,12 @@ from zeor.planner.rests import Array, PlannedLane, moved, rounded_nbytes
 from zeor.runtime.places import crowds
 
 
+class OverBudget(ValueError):
+    """A step does not fit on the device wherever its state rests, or the state fits nowhere."""
+
+
 def place(model: Model) -> Model:
-    """With every lane's state where there is room for it. ValueError with the numbers where there is none."""
+    """With every lane's state where there is room for it. OverBudget with the numbers where there is none."""
     offload = model.setting.plan.offload
     assert offload is not None
     budget, host_nbytes = _budgets(offload)
@@ -40,10 +44,26 @@ def place(model: Model) -> Model:
     free = budget - _used_nbytes(model) - window - _margin(model, budget)
     disk = 0 if offload.folder is None else int(DISK_SHARE * free_disk_nbytes(offload.folder))
     room = Room(free, host_nbytes, disk)
-    chosen = choose([_need(model, lane) for lane in lanes], room, spread=model.setting.plan.release)
+    try:
+        chosen = choose([_need(model, lane) for lane in lanes], room, spread=model.setting.plan.release)
+    except ValueError as error:
+        raise OverBudget(str(error)) from None
     tiers = dict(zip(map(id, lanes), chosen))
     placed = [[moved(lane, tiers[id(lane)]) if id(lane) in tiers else lane for lane in unit] for unit in model.lanes]
     return replace(model, lanes=placed)
+
+
+def check_peak(model: Model, peak: int) -> None:
+    """OverBudget where a step needs more of the device than the budget, with all the state that can leave away."""
+    offload = model.setting.plan.offload
+    assert offload is not None
+    budget = _budgets(offload)[0]
+    if peak > budget:
+        activations = f", {size(model.trace.peak)} of it activations" if model.trace.peak else ""
+        raise OverBudget(
+            f"A step needs {size(peak)} on the device{activations}, but the budget is {size(budget)}; allow more, use "
+            "release=True, zeor.Offload(auto=True, grads='host', compute='host'), a smaller batch or more ranks."
+        )
 
 
 def begun_nbytes(model: Model) -> int:

@@ -84,6 +84,8 @@ def predict(
     What a step computes, for peaks with activations: batch=(sequences, tokens) for a model of tokens, or inputs=, the
     model's arguments; loss=, a function of the model and the inputs (with batch=: tokens and targets), else the
     cross-entropy of float logits against targets, or the model's output where it is the loss itself.
+
+    With offload="auto" it chooses as the run will, and raises ValueError where a step does not fit into the budgets.
     """
     for name in options:
         if name not in _OPTIONS:
@@ -103,6 +105,7 @@ def predict(
         begun = automatic.begun_nbytes(known)
         known = automatic.place(known)
         found = _prediction(replace(known, rank=fullest_rank(known.flat, world)))
+        automatic.check_peak(known, max(found.device, found.device_peak))
         return replace(found, host_peak=max(found.host_peak, begun))
     return _prediction(known)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from zeor.plan import Offload
+from zeor.planner.automatic import OverBudget
 from zeor.planner.bytes import Prediction, predict
 
 CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
@@ -23,5 +24,7 @@ def beside(model: nn.Module, device_nbytes: int, **options: Any) -> Prediction |
     if budget <= 0:
         return None
     offload = Offload(auto=True, device_budget=budget, host_budget=_ENDLESS)
-    found = predict(model, offload=offload, **{"native_reduce": True, **options})
-    return found if found.device_peak <= budget else None
+    try:
+        return predict(model, offload=offload, **{"native_reduce": True, **options})
+    except OverBudget:
+        return None

@@ -122,8 +122,8 @@ def grads_by_arrival(model: Model) -> list[int]:
     sizes = _grads_of_params(model)
     leaves = setting.plan.release
     away = {lane.unit for lane in model.flat if lane.tiers.grads != "device"}
-    if setting.world > 1 and not arrived:  # nothing was traced
-        return [all_grads_nbytes(model) + _travelling_nbytes(model)]
+    if not arrived:  # nothing was traced: all that there will be
+        return [all_grads_nbytes(model) + (_travelling_nbytes(model) if setting.world > 1 else 0)]
     if setting.world > 1:  # slices that stay, and whole gradients that are being sent; none before the first arrives
         stay = [0 if leaves or sizes[id(param)][0] in away else sizes[id(param)][1] for param in arrived]
         return [0, *(_travelling_nbytes(model) - (-held // setting.world) for held in accumulate(stay))]

@@ -11,6 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from zeor.tools import export, importing, inspect, plan, schedule, train
+from zeor.tools.stopping import EXIT_CODE
 
 COMMANDS = {
     "train": (train, "train a small GPT on local ranks and show what sharding saves"),
@@ -35,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
         subparser = subparsers[options.command]
         known = [name for action in subparser._actions for name in action.option_strings]
         subparser.error(f"there is no option {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
-    return COMMANDS[options.command][0].run(options)
+    try:
+        return COMMANDS[options.command][0].run(options)
+    except KeyboardInterrupt:
+        print(f"zeor {options.command}: interrupted.", file=sys.stderr)
+        return EXIT_CODE
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -11,7 +11,7 @@ from zeor.checkpoint.export import export
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zeor export`."""
     parser.add_argument("folder", help="a checkpoint, or a folder or URL of them: the latest is exported")
-    parser.add_argument("out", help="a new or empty local folder")
+    parser.add_argument("out", help="a local folder, without weights in it")
     parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: each parameter's own)")
     parser.add_argument("--max-file", default="5GB", help="begin another file here (default: %(default)s)")
     parser.add_argument("--trainable-only", action="store_true", help="what was trained alone: adapters")

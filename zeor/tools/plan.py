@@ -17,6 +17,7 @@ import torch
 
 import zeor
 from zeor.optim.moments import MOMENTS
+from zeor.planner.automatic import OverBudget
 from zeor.planner.fits import beside
 from zeor.tools.gpt import GPT, GPTConfig
 from zeor.tools.show import human_bytes, table
@@ -129,18 +130,27 @@ def _plan(options: argparse.Namespace) -> int:
     print(f"bytes per rank with {options.optimizer}, {options.precision or 'fp32'}\n")
     by_tier = bool(options.offload or options.batch or options.release or options.moments != "exact")
     header = ["stage", "ranks", *(TIERS if by_tier else (*COLUMNS, "peak"))]
-    rows = []
+    rows, refused = [], []
     for stage in options.stages:
         for world in options.worlds:
-            if by_tier:
-                found = zeor.predict(meta_model(config), world=world, stage=stage, **asked(options)).as_dict()
-                sizes = [found[column] for column in TIERS]
-            else:
-                counts = predict(config, world, stage, options.precision, options.optimizer)
-                sizes = [*(counts[column] for column in COLUMNS), counts["resident"] + counts["transient"]]
-            rows.append([str(stage), str(world), *map(human_bytes, sizes)])
-    print(table(header, rows))
+            try:
+                cells = list(map(human_bytes, _sizes(options, config, stage, world, by_tier)))
+            except OverBudget as error:
+                cells = ["-"] * (len(header) - 2)
+                refused.append(f"stage {stage} on {world} rank(s) does not fit: {error}")
+            rows.append([str(stage), str(world), *cells])
+    if len(refused) == len(rows):
+        raise SystemExit("\n".join(f"zeor: {line}" for line in refused))
+    print("\n".join([table(header, rows), *refused]))
     return 0
+
+
+def _sizes(options: argparse.Namespace, config: GPTConfig, stage: int, world: int, by_tier: bool) -> list[int]:
+    if by_tier:
+        found = zeor.predict(meta_model(config), world=world, stage=stage, **asked(options)).as_dict()
+        return [found[column] for column in TIERS]
+    counts = predict(config, world, stage, options.precision, options.optimizer)
+    return [*(counts[column] for column in COLUMNS), counts["resident"] + counts["transient"]]
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:

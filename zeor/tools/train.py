@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from zeor.tools import gpt
 from zeor.tools.gpt import GPT, GPTConfig
 from zeor.tools.plan import ROLES, predict
 from zeor.tools.show import Progress, resident_nbytes, table
+from zeor.tools.stopping import StepEnd, Stopped, file_at_ctrl_c, interrupted
 
 TEXT = Path(__file__).parent / "text" / "moby-dick.txt"
 CONTEXT = 64
@@ -61,6 +62,7 @@ class Settings:
     lr: float = 4e-3
     precision: str | None = None
     text: Path = TEXT
+    save: Path | None = None
     seed: int = 0
 
     @property
@@ -74,6 +76,7 @@ class Result(NamedTuple):
 
     loss_before: float  # validation, nats per byte
     loss_after: float
+    steps: int  # taken in this run
     seconds: float
     tokens_per_s: float  # of all ranks together
     sample: str
@@ -96,13 +99,16 @@ class Windows(Dataset):
         return self.tokens[start : start + CONTEXT], self.tokens[start + 1 : start + CONTEXT + 1]
 
 
-def run_rank(settings: Settings) -> Result:
-    """Everything one rank does."""
+def run_rank(settings: Settings, stop: Path | None = None) -> Result | Stopped:
+    """Everything one rank does. A file at `stop` means that the user wants it to end."""
     training, validation = _loaders(settings)
     model, optimizer = _build(settings, settings.stage)
     before = _validate(model, validation)
     _say(f"validation loss {before:.3f} before training")
-    seconds = _train(model, optimizer, training, settings)
+    try:
+        steps, seconds = _train(model, optimizer, training, settings, stop)
+    except zeor.Preempted as told:
+        return Stopped(told.step, str(told.path))
     after = _validate(model, validation)
     _say(f"validation loss {after:.3f} after training")
     sample = _sample(model, settings.seed)
@@ -111,8 +117,9 @@ def run_rank(settings: Settings) -> Result:
     return Result(
         before,
         after,
+        steps,
         seconds,
-        settings.steps * settings.batch * settings.ranks * CONTEXT / seconds,
+        steps * settings.batch * settings.ranks * CONTEXT / seconds,
         sample,
         predicted={
             stage: predict(settings.gpt, settings.ranks, stage, settings.precision) for stage in stages
@@ -139,13 +146,17 @@ def _build(settings: Settings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
     return zeor.shard(model, optimizer, stage=stage, precision=settings.precision)
 
 
-def _train(model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, settings: Settings) -> float:
-    """The loop; returns the seconds it took."""
+def _train(
+    model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, settings: Settings, stop: Path | None = None
+) -> tuple[int, float]:
+    """The loop; returns the steps it took, and the seconds."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings.steps))
+    first = _resume(model, optimizer, schedule, training, settings)
+    end = StepEnd(settings.save, stop, model, optimizer, extra={"schedule": schedule}, data=training)
     progress = Progress(settings.steps, enabled=_is_first())
     smooth_loss = math.nan
     started_s = time.perf_counter()
-    for step, (x, y) in enumerate(islice(_endless(training), settings.steps), start=1):
+    for step, (x, y) in enumerate(islice(_endless(training), settings.steps - first), start=first + 1):
         lr = schedule.get_last_lr()[0]
         loss = gpt.loss(model(x), y)
         loss.backward()
@@ -153,15 +164,30 @@ def _train(model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, s
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        smooth_loss = loss.item() if step == 1 else 0.9 * smooth_loss + 0.1 * loss.item()
+        smooth_loss = loss.item() if step == first + 1 else 0.9 * smooth_loss + 0.1 * loss.item()
         if progress.due(step):
-            speed = step * x.numel() * settings.ranks / (time.perf_counter() - started_s)
+            speed = (step - first) * x.numel() * settings.ranks / (time.perf_counter() - started_s)
             progress.update(
                 step,
                 f"loss {smooth_loss:.2f} grad_norm {float(grad_norm):.2f} lr {lr:.1e}"
                 f" {speed:,.0f} tok/s {resident_nbytes() / 2**20:.0f} MiB",
             )
-    return time.perf_counter() - started_s
+        end.check(step)
+    end.close()
+    if settings.save is not None and first < settings.steps:
+        extra = {"schedule": schedule}
+        path = zeor.save(settings.save, model, optimizer, step=settings.steps, extra=extra, data=training)
+        _say(f"step {settings.steps} is saved in {path}")
+    return settings.steps - first, time.perf_counter() - started_s
+
+
+def _resume(model: GPT, optimizer: Any, schedule: Any, training: DataLoader, settings: Settings) -> int:
+    """Go on from the latest checkpoint of --save, if there is one; returns how many steps are done."""
+    if settings.save is None or not any(settings.save.glob("step-*")):
+        return 0
+    step = zeor.load(settings.save, model, optimizer, extra={"schedule": schedule}, data=training).step
+    _say(f"going on from step {step} in {settings.save}")
+    return min(step, settings.steps)
 
 
 def _endless(loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
@@ -258,6 +284,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", type=Path, default=default.text, metavar="FILE",
         help="any file to learn from, read as bytes (default: Moby-Dick, chapters 1 to 48)",
     )  # fmt: skip
+    parser.add_argument(
+        "--save", type=Path, default=default.save, metavar="FOLDER",
+        help="keep checkpoints there, at the end and at Ctrl-C; where there are some it goes on from the latest",
+    )  # fmt: skip
 
 
 def _positive(text: str) -> int:
@@ -277,8 +307,14 @@ def run(options: argparse.Namespace) -> int:
         f" {settings.stage} on {settings.ranks} local rank{'s' if settings.ranks > 1 else ''}",
         flush=True,
     )
-    result: Result = zeor.launch(run_rank, settings, ranks=settings.ranks)[0]
-    print(f"{settings.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} tokens/s;", end=" ")
+    try:
+        with file_at_ctrl_c(settings.save is not None) as flag:
+            result: Result | Stopped = zeor.launch(run_rank, settings, flag, ranks=settings.ranks)[0]
+    except KeyboardInterrupt:
+        return interrupted(None, settings.save)
+    if isinstance(result, Stopped):
+        return interrupted(result, settings.save)
+    print(f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} tokens/s;", end=" ")
     print(f"validation loss {result.loss_before:.3f} -> {result.loss_after:.3f}")
     print(f"\nWhat it writes now:\n\n{result.sample}\n")
     print(f"{bytes_table(result.predicted, result.measured)}\n\n{TABLE_NOTE}")
