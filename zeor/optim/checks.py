@@ -35,7 +35,7 @@ def check_kind(engine: Engine, optimizer: Optimizer) -> list[Kind]:
         names = {id(slot.user): slot.name for slot in engine.slots}
         for kind, group in zip(kinds, optimizer.param_groups):
             for param in group["params"] if kind.elementwise else ():
-                state = optimizer.state.get(param) or {}
+                state = dict.get(optimizer.state, param) or {}  # of the whole parameter: nothing is cut yet
                 check_cuttable(names.get(id(param), "a parameter"), tuple(param.shape), state)
     return kinds
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from zeor.optim.one_pass import OnePass
 from zeor.optim.owners import Owned, Owners
 from zeor.optim.patch import patch, unpatch
 from zeor.optim.pieces import Piece
-from zeor.optim.probe import raw_step
+from zeor.optim.probe import Kind, raw_step
 from zeor.optim.rounds import Journey
 from zeor.optim.segments import Segments, master_gradient, settle_scales
 from zeor.optim.streaming import Streaming
@@ -44,17 +45,19 @@ class Stepper:
         self.engine, self.optimizer = engine, optimizer
         check_parameters(engine, optimizer)
         self.kinds = check_kind(engine, optimizer)
+        self._check_separable(self.kinds)
         self.owners = Owners(engine)
         self._give_owners(range(len(self.kinds)))
         self.segments = Segments(engine, optimizer, self.owners)
+        self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
         self._raw_step = raw_step(optimizer)
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
         self.streaming = self._streaming()
         self.segments.resting = functools.partial(kept.resting, self)
         kept.take_all(self)
+        kept.own_state(self)
         self._first = True
         if engine.plan.release:
-            self._check_release()
             engine.release.updates.append(self._release)
             engine.release.waits.append(self._has_owners)
         engine.freezing.watch(self)
@@ -64,11 +67,6 @@ class Stepper:
     def _streaming(self) -> Streaming | None:
         if not self.engine.plan.streams:
             return None
-        if not self.separable:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot be called "
-                "for some of them at a time, as offload=, moments= and delay= need; leave those out."
-            )
         streaming = Streaming(self.engine, self.optimizer, self.segments)
         if self.one_pass is not None:
             streaming.adopted = self.one_pass.forget_lane
@@ -107,6 +105,7 @@ class Stepper:
 
     def step(self, closure: Callable | None) -> Any:
         loss = None
+        kept.heed_new_state(self)
         self.engine.unfilled.check()
         self.engine.refuse_if_lent("step() was called")
         self._run_hooks("pre")
@@ -163,11 +162,20 @@ class Stepper:
                     "run the last backward of each accumulation outside no_sync."
                 )
 
-    def _check_release(self) -> None:
-        if not self.separable:
+    def _check_separable(self, kinds: Sequence[Kind]) -> None:
+        """Some plans call the optimizer several times in a step."""
+        if all(kind.separable for kind in kinds):
+            return
+        name = type(self.optimizer).__name__
+        if self.engine.plan.streams:
             raise ValueError(
-                f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot update unit "
-                "by unit inside backward; leave out release=True."
+                f"{name} keeps counters for all parameters together, so it cannot be called for some of them at a "
+                "time, as offload=, moments= and delay= need; leave those out."
+            )
+        if self.engine.plan.release:
+            raise ValueError(
+                f"{name} keeps counters for all parameters together, so it cannot update unit by unit inside backward; "
+                "leave out release=True."
             )
 
     @torch.no_grad()
@@ -358,12 +366,21 @@ class Stepper:
         kept.load_state_dict(self, state_dict)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """A new group of the model's own parameters."""
+        """A new group of the model's own parameters; a drop-in takes new ones. A refused one leaves no trace."""
+        groups = self.optimizer.param_groups
+        count = len(groups)
         type(self.optimizer).add_param_group(self.optimizer, group)
-        check_parameters(self.engine, self.optimizer)
-        self.kinds = check_kind(self.engine, self.optimizer)
-        self._give_owners([len(self.kinds) - 1])
-        for param in self.optimizer.param_groups[-1]["params"]:
+        try:
+            self.enrol(groups[count:])
+            check_parameters(self.engine, self.optimizer)
+            kinds = check_kind(self.engine, self.optimizer)
+            self._check_separable(kinds)
+        except BaseException:
+            del groups[count:]
+            raise
+        self.kinds = kinds
+        self._give_owners(range(count, len(kinds)))
+        for param in groups[-1]["params"]:
             self.segments.make(param)
         if self.one_pass is not None:
             self.one_pass = OnePass.for_optimizer(self.engine, self.optimizer, self.segments)
@@ -373,13 +390,13 @@ class Stepper:
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each of the user's parameters, whole, on every rank; a collective."""
+        kept.heed_new_state(self)
         order = [param for group in self.optimizer.param_groups for param in group["params"]]
         return {param: state for param in order if (state := self.segments.whole(param))}
 
     def unshard(self, whole: dict[Tensor, dict[str, Any]]) -> None:
         """The optimizer is the user's alone again, with this state."""
-        self.optimizer.state.clear()
-        self.optimizer.state.update(whole)
+        self.optimizer.state = defaultdict(dict, whole)
         self.unpatch()
 
     def pieces(self) -> Iterator[Piece]:
@@ -393,7 +410,15 @@ class Stepper:
 
     def clear_state(self) -> None:
         """Every parameter begins anew."""
-        self.engine.drain()
         self.optimizer.state.clear()
+
+    def forget_moments(self) -> None:
+        """What is kept beside the optimizer's own state, or as a cache of it, is void."""
+        if self.one_pass is not None:
+            self.one_pass.forget_state()
         if self.streaming is not None:
             self.streaming.moments.forget()
+
+    def streams(self, param: Tensor) -> bool:
+        """Whether this rank's state of a parameter rests beside the optimizer's own."""
+        return kept.is_streamed(self, param)
