@@ -5,7 +5,10 @@ Each refusal is one sentence that names what was found and what to do, and leave
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeor.optim.owners import updates_are_cut
@@ -51,3 +54,16 @@ def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
                     f"position {position}) that is not in the sharded model; make the optimizer from this model's "
                     "parameters()."
                 )
+
+
+def refuse_optimizers_in_backward(named: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError where torch's _apply_optimizer_in_backward has given a parameter an optimizer of its own: that steps
+    on the gradient of this rank alone, or, where zeor takes gradients away as they arrive, never."""
+    for name, param in named:
+        if getattr(param, "_in_backward_optimizers", None):
+            raise ValueError(
+                f"Parameter {name!r} has an optimizer of its own that steps inside backward (torch's "
+                "_apply_optimizer_in_backward), on gradients that ranks have not added up; leave that out, and give "
+                "one optimizer over all parameters to zeor.shard(model, optimizer, release=True), which updates inside "
+                "backward too."
+            )

@@ -20,7 +20,7 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory.device import one_device
-from zeor.optim.checks import check_kind
+from zeor.optim.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.runtime.engine import Engine
@@ -61,6 +61,7 @@ def drop_in(base: type[Optimizer]) -> type[Optimizer]:
 def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     params = list(_named(optimizer.param_groups))
     refuse_sharded(params)
+    refuse_optimizers_in_backward(params)
     device = one_device((name, param) for name, param in params)
     ensure_process_group(device, plan.timeout)
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
@@ -101,6 +102,7 @@ def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
     if not new:
         return
     refuse_sharded(new)
+    refuse_optimizers_in_backward(new)
     one_device([*((slot.name, slot.user) for slot in engine.slots[:1]), *new])
     _compare(engine.mesh, new)
     check_kind(engine, optimizer)

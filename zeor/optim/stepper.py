@@ -24,6 +24,7 @@ from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
 from zeor.optim import kept, rounds
 from zeor.optim.checks import check_kind, check_parameters
+from zeor.optim.guard import driven, watch_steps
 from zeor.optim.one_pass import OnePass
 from zeor.optim.owners import Owned, Owners
 from zeor.optim.patch import patch, unpatch
@@ -62,6 +63,8 @@ class Stepper:
             engine.release.waits.append(self._has_owners)
         engine.freezing.watch(self)
         engine.optimizers.append(optimizer)
+        driven.add(optimizer)
+        watch_steps()
         self._instance_step = patch(self)
 
     def _streaming(self) -> Streaming | None:
@@ -99,6 +102,7 @@ class Stepper:
         if self.streaming is not None:
             self.streaming.close()
         self.engine.optimizers.remove(self.optimizer)
+        driven.discard(self.optimizer)
         unpatch(self.optimizer, self._instance_step)
 
     # ---- step
