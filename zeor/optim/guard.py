@@ -39,5 +39,5 @@ def refuse_stranger(optimizer: Optimizer) -> None:
                 name = type(optimizer).__name__
                 raise RuntimeError(
                     f"{name}.step() was called on parameter {slot.name!r} of a sharded model, but this {name} was "
-                    "never given to zeor and would change this rank's copy alone; give it to zeor.shard(model, optimizer)."
+                    "never given to zeor: it would change one rank's copy; give it to zeor.shard(model, optimizer)."
                 )
