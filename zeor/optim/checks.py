@@ -5,7 +5,7 @@ Each refusal is one sentence that names what was found and what to do, and leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,23 @@ def check_kind(engine: Engine, optimizer: Optimizer) -> list[Kind]:
                 state = dict.get(optimizer.state, param) or {}  # of the whole parameter: nothing is cut yet
                 check_cuttable(names.get(id(param), "a parameter"), tuple(param.shape), state)
     return kinds
+
+
+def check_separable(engine: Engine, optimizer: Optimizer, kinds: Sequence[Kind]) -> None:
+    """ValueError where the plan calls the optimizer several times in a step and it must not be."""
+    if all(kind.separable for kind in kinds):
+        return
+    name = type(optimizer).__name__
+    if engine.plan.streams:
+        raise ValueError(
+            f"{name} keeps counters for all parameters together, so it cannot be called for some of them at a time, as "
+            "offload=, moments= and delay= need; leave those out."
+        )
+    if engine.plan.release:
+        raise ValueError(
+            f"{name} keeps counters for all parameters together, so it cannot update unit by unit inside backward; "
+            "leave out release=True."
+        )
 
 
 def check_parameters(engine: Engine, optimizer: Optimizer) -> None:

@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeor.optim import kept
 from zeor.optim.owners import updates_are_cut
 from zeor.optim.probe import toys_after_steps
 from zeor.optim.rounds import Visit
 from zeor.runtime import events
+from zeor.runtime.lane import Lane
 
 if TYPE_CHECKING:
     from zeor.optim.stepper import Stepper
@@ -84,7 +86,7 @@ def replacements(stepper: Stepper) -> dict[str, Callable[..., Any]]:
         run = _run_over_masters if name in writers else _run_without_writes
 
         def call(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if stepper.stepping:
+            if stepper.calls.running:
                 return method(optimizer, *args, **kwargs)
             return run(stepper, name, lambda: method(optimizer, *args, **kwargs))
 
@@ -107,8 +109,9 @@ def _run_over_masters(stepper: Stepper, name: str, method: Callable[[], Any]) ->
             "zeor cannot do that beside a step; use zeor.shard(..., stage=0), where every rank updates everything."
         )
     engine.announce(events.OTHER, what)
-    stepper.prepare()
-    lanes = [lane for unit in engine.units for lane in unit.lanes if lane in stepper.own_lanes()]
+    kept.heed_new_state(stepper)
+    engine.drain()
+    lanes = _lanes(stepper)
     visits = [Visit(stepper.owners.mesh, engine.ledger, members, what) for members in stepper.owners.rounds]
     for visit in visits:
         visit.start()
@@ -117,7 +120,7 @@ def _run_over_masters(stepper: Stepper, name: str, method: Callable[[], Any]) ->
         lane.wait()
         lane.master.fetch()  # type: ignore[union-attr]
     try:
-        with stepper.all_in_groups():
+        with kept.shown(stepper), stepper.calls.in_groups(stepper.calls.everything()):
             return method()
     finally:
         for lane in lanes:
@@ -132,6 +135,13 @@ def _run_over_masters(stepper: Stepper, name: str, method: Callable[[], Any]) ->
                 engine.publish(unit)
         if engine.plain:
             engine.drain()
+
+
+def _lanes(stepper: Stepper) -> list[Lane]:
+    """Those of which segments are updated, by this rank or another."""
+    params = (param for group in stepper.optimizer.param_groups for param in group["params"])
+    slots = [stepper.segments.slots[id(param)] for param in params if stepper.owners.of(param) is None]
+    return list(dict.fromkeys(slot.lane for slot in slots if slot.lane.grads is not None))
 
 
 # ---- those that do not

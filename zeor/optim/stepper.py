@@ -1,6 +1,6 @@
 """step(): one event for the user, unit by unit inside.
 
-The user's optimizer object stays theirs; four of its methods are replaced on the instance. step() runs
+The user's optimizer object stays theirs; some of its methods are replaced on the instance. step() runs
 the step hooks once, the closure once, then for each unit: gradients to segments, the stock update or
 the one-pass kernel, compute from master, publish. A published unit travels while the next is updated.
 Parameters of groups that need whole matrices follow, round by round, computed by their owners (owners.py).
@@ -12,7 +12,6 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ from torch.optim import optimizer as torch_optimizer
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
-from zeor.optim import counters, kept, rounds
-from zeor.optim.checks import check_kind, check_parameters
+from zeor.optim import kept, rounds
+from zeor.optim.calls import Calls
+from zeor.optim.checks import check_kind, check_parameters, check_separable
 from zeor.optim.guard import driven, watch_steps
 from zeor.optim.one_pass import OnePass
 from zeor.optim.owners import Owned, Owners
 from zeor.optim.patch import patch, unpatch
 from zeor.optim.pieces import Piece
-from zeor.optim.probe import Kind, raw_step
 from zeor.optim.rounds import Journey
 from zeor.optim.segments import Segments, master_gradient, settle_scales
 from zeor.optim.streaming import Streaming
@@ -47,19 +46,18 @@ class Stepper:
         self.engine, self.optimizer = engine, optimizer
         check_parameters(engine, optimizer)
         self.kinds = check_kind(engine, optimizer)
-        self._check_separable(self.kinds)
+        check_separable(engine, optimizer, self.kinds)
         self.owners = Owners(engine)
         self._give_owners(range(len(self.kinds)))
         self.segments = Segments(engine, optimizer, self.owners)
         self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
-        self._raw_step = raw_step(optimizer)
+        self.calls = Calls(engine, optimizer, self.segments, self.kinds)
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
         self.streaming = self._streaming()
         self.segments.resting = functools.partial(kept.resting, self)
         kept.take_all(self)
         kept.own_state(self)
         self._first = True
-        self.stepping = False  # the optimizer's own code runs, over what this rank steps on
         if engine.plan.release:
             engine.release.updates.append(self._release)
             engine.release.waits.append(self._has_owners)
@@ -93,8 +91,7 @@ class Stepper:
 
     @property
     def separable(self) -> bool:
-        """Whether the optimizer may be called several times in one step, each time for some of its parameters."""
-        return all(kind.separable for kind in self.kinds)
+        return self.calls.separable
 
     def unpatch(self) -> None:
         """The optimizer is the user's alone again."""
@@ -168,22 +165,6 @@ class Stepper:
                     "run the last backward of each accumulation outside no_sync."
                 )
 
-    def _check_separable(self, kinds: Sequence[Kind]) -> None:
-        """Some plans call the optimizer several times in a step."""
-        if all(kind.separable for kind in kinds):
-            return
-        name = type(self.optimizer).__name__
-        if self.engine.plan.streams:
-            raise ValueError(
-                f"{name} keeps counters for all parameters together, so it cannot be called for some of them at a "
-                "time, as offload=, moments= and delay= need; leave those out."
-            )
-        if self.engine.plan.release:
-            raise ValueError(
-                f"{name} keeps counters for all parameters together, so it cannot update unit by unit inside backward; "
-                "leave out release=True."
-            )
-
     @torch.no_grad()
     def _release(self, unit: Unit) -> None:
         """A unit's gradients are there, inside backward: see Note [Release]."""
@@ -223,8 +204,8 @@ class Stepper:
                     self.engine.publish(unit)
 
         run = rounds.run if self.engine.plan.overlap else rounds.run_one_by_one
-        run(journeys, lambda journey: self._call(self._by_group(journey.mine)), done)
-        self._count()
+        run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
+        self.calls.count()
 
     def _publish(self, units: list[Unit]) -> None:
         for unit in units:
@@ -266,7 +247,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             work.append([p for p in group["params"] if id(p) in members and self.owners.of(p) is None])
         lanes = list(dict.fromkeys(members[id(p)].lane for params in work for p in params))
-        if not lanes and wholes is None and (self.separable or not self._counts):
+        if not lanes and wholes is None and (self.separable or not self.calls.counts):
             return set()
         for lane in lanes:
             lane.wait()  # an earlier publish nobody waited for (its reader) -> this update (the writer)
@@ -308,108 +289,11 @@ class Stepper:
                     mine.append(segment)
         self.engine.ledger.add("update", widened_nbytes)
         try:
-            self._call(given)
+            self.calls.call(given)
         finally:
             for lane in lanes:
                 lane.master.spill()  # type: ignore[union-attr]
             self.engine.ledger.drop("update", widened_nbytes)
-
-    def _call(self, given: list[list[nn.Parameter]]) -> None:
-        """The optimizer's own step, with these in the groups and nothing else; their gradients are used up."""
-        groups = self.optimizer.param_groups
-        if self.separable:
-            if any(given):
-                with counters.held(groups) if self._counts else nullcontext(), self._in_groups(given):
-                    self.optimizer.param_groups = [group for group in groups if group["params"]]
-                    self._raw_step(self.optimizer)
-                    self._keep_no_gradients(given)
-            return
-        # An optimizer with counters in its groups must see them all, and each of them once.
-        with self._toys() as toys:
-            with self._in_groups([mine or stand_in for mine, stand_in in zip(given, toys)]):
-                self._raw_step(self.optimizer)
-                self._keep_no_gradients(given)
-
-    @contextmanager
-    def _in_groups(self, given: Sequence[list[nn.Parameter]]) -> Iterator[None]:
-        """Inside, the groups show these and nothing else, and the optimizer's methods are its own."""
-        groups, before = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
-        self.stepping = True
-        try:
-            for group, params in zip(groups, given):
-                group["params"] = params
-            yield
-        finally:
-            self.stepping = False
-            self.optimizer.param_groups = groups
-            for group, params in zip(groups, before):
-                group["params"] = params
-            for segment in (segment for params in given for segment in params):
-                segment.grad = None
-
-    def _keep_no_gradients(self, given: Iterable[list[nn.Parameter]]) -> None:
-        """Some optimizers keep the gradient itself as state. Its memory is used again after the step, so state gets
-        memory of its own; torch's optimizers are known to copy."""
-        if type(self.optimizer).step.__module__.startswith("torch.optim."):
-            return
-        for param in (param for params in given for param in params):
-            state, grad = self.optimizer.state.get(param), param.grad
-            if not state or grad is None or grad.numel() == 0:
-                continue
-            lent = grad.untyped_storage().data_ptr()
-            for name, value in state.items():
-                if type(value) is Tensor and value.numel() and value.untyped_storage().data_ptr() == lent:
-                    state[name] = value.clone()
-
-    # ---- methods beside step: see methods.py
-
-    def prepare(self) -> None:
-        """Nothing is under way, and the optimizer's state is the one it shows."""
-        kept.heed_new_state(self)
-        self.engine.drain()
-
-    def own_lanes(self) -> set[Lane]:
-        """Those of which segments are updated, by this rank or another."""
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        slots = [self.segments.slots[id(param)] for param in params if self.owners.of(param) is None]
-        return {slot.lane for slot in slots if slot.lane.grads is not None}
-
-    @contextmanager
-    def all_in_groups(self) -> Iterator[None]:
-        """Everything this rank steps on stands in the groups, and the optimizer's state is complete."""
-        held = ([self.segments.of(param) for param in group["params"]] for group in self.optimizer.param_groups)
-        given = [[part for part in parts if part is not None] for parts in held]
-        with kept.shown(self), self._in_groups(given):
-            yield
-
-    # ---- counters: see counters.py
-
-    @property
-    def _counts(self) -> bool:
-        return any(kind.counts for kind in self.kinds)
-
-    def _count(self) -> None:
-        """All calls of a step are done: the groups' numbers move on, once."""
-        if self.separable and self._counts:
-            with self._toys() as toys, self._in_groups(toys):
-                self._raw_step(self.optimizer)
-
-    @contextmanager
-    def _toys(self) -> Iterator[list[list[nn.Parameter]]]:
-        """By group, what stands in where this rank has nothing; nothing where the group has no numbers that move."""
-        toys: list[list[nn.Parameter]] = []
-        for kind, group in zip(self.kinds, self.optimizer.param_groups):
-            slots = [self.segments.slots[id(param)] for param in group["params"]]
-            grads = [(slot.lane.grads, slot.index) for slot in slots]
-            some = any(lane is not None and lane.has[index] for lane, index in grads)
-            parts = [part for param in group["params"] if (part := self.segments.of(param)) is not None]
-            like: Tensor = parts[0] if parts else torch.empty((), device=self.engine.mesh.device)
-            toys.append([counters.toy(like, some)] if kind.counts and not kind.coupled else [])
-        try:
-            yield toys
-        finally:
-            for toy in (toy for params in toys for toy in params):
-                dict.pop(self.optimizer.state, toy, None)
 
     # ---- owners
 
@@ -461,11 +345,11 @@ class Stepper:
             self.enrol(groups[count:])
             check_parameters(self.engine, self.optimizer)
             kinds = check_kind(self.engine, self.optimizer)
-            self._check_separable(kinds)
+            check_separable(self.engine, self.optimizer, kinds)
         except BaseException:
             del groups[count:]
             raise
-        self.kinds = kinds
+        self.kinds = self.calls.kinds = kinds
         self._give_owners(range(count, len(kinds)))
         for param in groups[-1]["params"]:
             self.segments.make(param)
