@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from zeor.checkpoint.export import export
 from zeor.checkpoint.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
+from zeor.comm.attendance import attend
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory import device as devices
 from zeor.memory.param import is_sharded
-from zeor.optim.checks import check_kind, check_parameters
+from zeor.optim.checks import check_kind, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.ema import ema
+from zeor.optim.guard import watch_steps
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
@@ -98,6 +100,7 @@ def shard(
     units = units and [unwrapped(unit) for unit in units]
     refuse_wrapped(model, optimizers)
     _refuse_nested(model)
+    refuse_optimizers_in_backward(model.named_parameters())
     check_wanted(model, plan.recompute)
     entries = find_entries(model, plan.methods)
     place = devices.device_of(model, device, getattr(mesh, "device_type", None))
@@ -107,6 +110,7 @@ def shard(
     engine = _build(model, plan, the_mesh, units, optimizers)
     state = Sharded(engine, Hooks(engine, entries))
     vars(model)[_ATTRIBUTE] = state
+    watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
     show_start(model, state.engine, optimizers)
@@ -243,6 +247,8 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         yield model
         return
     engine = state.engine
+    if engine.joining is None:
+        attend(engine.mesh, "zeor.full_params")
     if write:
         engine.announce(events.OTHER, "zeor.full_params(write=True)")
     else:

@@ -35,7 +35,10 @@ def _missing(mesh: Mesh, label: str) -> str:
     elsewhere = {rank: note for rank, note in notes.items() if note != label}
     parts = []
     if absent:
-        parts.append(f"rank {', '.join(map(str, absent))} did not take part (crashed, busy, or on another path)")
+        parts.append(
+            f"rank {', '.join(map(str, absent))} did not take part (it crashed, is busy, took another path, or has "
+            "ended its loop: where ranks have unequal numbers of batches, loop inside `with zeor.join(model):`)"
+        )
     for rank, note in elsewhere.items():
         parts.append(f"rank {rank} was at {note}")
     return "; ".join(parts) or "all ranks were there"

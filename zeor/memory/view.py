@@ -79,6 +79,10 @@ class Held:
         """Multiply the gradient; may be remembered and applied when the gradient is next used."""
         raise NotImplementedError
 
+    def zero_unreduced(self) -> bool:
+        """Set a gradient to zero that waits to be reduced; False where it is an ordinary one."""
+        raise NotImplementedError
+
     def local_grad(self) -> Tensor:
         """This rank's part of the gradient, flat, to be changed in place by the caller."""
         raise NotImplementedError
@@ -307,6 +311,8 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> View:
     view = args[0]
     if not view._of_grad:
         _refuse_write(func, args)
+    if func is _T.zero_ and view._held.zero_unreduced():
+        return view
     local = view._held.local_grad()
     held, given = view._held, kwargs
 

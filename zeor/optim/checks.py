@@ -5,7 +5,10 @@ Each refusal is one sentence that names what was found and what to do, and leave
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeor.optim.owners import updates_are_cut
@@ -35,9 +38,26 @@ def check_kind(engine: Engine, optimizer: Optimizer) -> list[Kind]:
         names = {id(slot.param): slot.name for slot in engine.slots}
         for kind, group in zip(kinds, optimizer.param_groups):
             for param in group["params"] if kind.elementwise else ():
-                state = optimizer.state.get(param) or {}
+                state = dict.get(optimizer.state, param) or {}  # of the whole parameter: nothing is cut yet
                 check_cuttable(names.get(id(param), "a parameter"), tuple(param.shape), state)
     return kinds
+
+
+def check_separable(engine: Engine, optimizer: Optimizer, kinds: Sequence[Kind]) -> None:
+    """ValueError where the plan calls the optimizer several times in a step and it must not be."""
+    if all(kind.separable for kind in kinds):
+        return
+    name = type(optimizer).__name__
+    if engine.plan.streams:
+        raise ValueError(
+            f"{name} keeps counters for all parameters together, so it cannot be called for some of them at a time, as "
+            "offload=, moments= and delay= need; leave those out."
+        )
+    if engine.plan.release:
+        raise ValueError(
+            f"{name} keeps counters for all parameters together, so it cannot update unit by unit inside backward; "
+            "leave out release=True."
+        )
 
 
 def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
@@ -51,3 +71,16 @@ def check_parameters(engine: Engine, optimizer: Optimizer) -> None:
                     f"position {position}) that is not in the sharded model; make the optimizer from this model's "
                     "parameters()."
                 )
+
+
+def refuse_optimizers_in_backward(named: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError where torch's _apply_optimizer_in_backward has given a parameter an optimizer of its own: that steps
+    on the gradient of this rank alone, or, where zeor takes gradients away as they arrive, never."""
+    for name, param in named:
+        if getattr(param, "_in_backward_optimizers", None):
+            raise ValueError(
+                f"Parameter {name!r} has an optimizer of its own that steps inside backward (torch's "
+                "_apply_optimizer_in_backward), on gradients that ranks have not added up; leave that out, and give "
+                "one optimizer over all parameters to zeor.shard(model, optimizer, release=True), which updates inside "
+                "backward too."
+            )

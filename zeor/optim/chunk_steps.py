@@ -6,6 +6,7 @@ given by name (compute, remainder or master, grad, moments and their scales) and
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ class ChunkSteps:
     def begun(self, run: Run, host: bool = False) -> Begun:
         """What a stock step of one segment begins with, whichever part of it comes first. `host`: it runs there."""
         (segment,) = run.segments
-        attributes = {key: value for key, value in vars(self._optimizer).items() if key not in _OWN}
+        own = vars(self._optimizer).items()
+        attributes = {k: v for k, v in own if k not in _OWN and not isinstance(v, types.MethodType)}
         attributes = on_host(attributes) if host else attributes
         return Begun(run, dict(self._optimizer.state.get(segment, {})), list(self._moments.names(segment)), attributes)
 

@@ -8,6 +8,7 @@ stage 1 slices the optimizer's state, stage 2 the gradients too.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.comm.agree import same_everywhere
-from zeor.comm.mesh import make_mesh
+from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory.device import one_device
-from zeor.optim.checks import check_kind
+from zeor.optim.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.runtime.engine import Engine
@@ -57,30 +58,63 @@ def drop_in(base: type[Optimizer]) -> type[Optimizer]:
 
 
 def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
-    params = list(_named(optimizer))
+    params = list(_named(optimizer.param_groups))
     refuse_sharded(params)
+    refuse_optimizers_in_backward(params)
     device = one_device((name, param) for name, param in params)
     ensure_process_group(device, plan.timeout)
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
-    same_everywhere(
-        the_mesh,
-        "optimizers",
-        [f"{name}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for name, p in params],
-    )
+    _compare(the_mesh, params)
     engine = Engine(plan, the_mesh, plain=True)
     check_kind(engine, optimizer)
-    for number, chunk in enumerate(_chunks(params)):
+    _pack(engine, params)
+    engine.ready()
+    stepper = Stepper(engine, optimizer)
+    stepper.enrol = functools.partial(_enrol, weakref.ref(stepper))
+    return stepper
+
+
+def _compare(mesh: Mesh, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    described = [f"{name}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for name, p in params]
+    same_everywhere(mesh, "optimizers", described)
+
+
+def _pack(engine: Engine, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Parameters into units of the engine; their memory is the lanes' from here on."""
+    for chunk in _chunks(params):
         slots = [Slot(engine, name, param, ()) for name, param in chunk]
-        keys = {slot: lane_key(slot.param, (), plan.precision) for slot in slots}
-        engine.add_unit(f"parameters {number}", None, slots, keys.__getitem__)
+        keys = {slot: lane_key(slot.param, (), engine.plan.precision) for slot in slots}
+        engine.add_unit(f"parameters {len(engine.units)}", None, slots, keys.__getitem__)
         for slot in slots:
             _watch(slot)
-    engine.ready()
-    return Stepper(engine, optimizer)
 
 
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    for number, group in enumerate(optimizer.param_groups):
+def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
+    """Parameters of new groups that the engine does not know join it; every rank must add them. Everything that may
+    be refused is, before anything is changed."""
+    stepper = ref()
+    assert stepper is not None
+    engine, optimizer = stepper.engine, stepper.optimizer
+    known = {id(slot.param) for slot in engine.slots}
+    first = len(optimizer.param_groups) - len(groups)
+    new = [(name, param) for name, param in _named(groups, first) if id(param) not in known]
+    if not new:
+        return
+    refuse_sharded(new)
+    refuse_optimizers_in_backward(new)
+    one_device([*((slot.name, slot.param) for slot in engine.slots[:1]), *new])
+    _compare(engine.mesh, new)
+    check_kind(engine, optimizer)
+    engine.drain()
+    _pack(engine, new)
+    engine.ready()  # orders of passes are learned anew
+    engine.freezing.watch(stepper)
+    stepper.segments.slots.update({id(slot.param): slot for slot in engine.slots})
+
+
+def _named(groups: Sequence[dict[str, Any]], first: int = 0) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of groups with names; `first`: the number of the first of these groups."""
+    for number, group in enumerate(groups, first):
         names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"])
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zeor.layout import Segment
+from zeor.optim import part
 from zeor.optim.moments import COUNTERS
+from zeor.optim.own_state import OwnState
 from zeor.optim.pieces import Piece, pieces_of, put_piece, tensors_in
 from zeor.runtime.lane import Lane
 
@@ -29,6 +31,10 @@ def _streamed(stepper: Stepper, param: Tensor) -> tuple[Lane, Segment, nn.Parame
     if streaming is None or mine is None or stepper.owners.of(param) is not None or not streaming.takes(lane):
         return None
     return lane, stepper.segments.at(param), mine
+
+
+def is_streamed(stepper: Stepper, param: Tensor) -> bool:
+    return _streamed(stepper, param) is not None
 
 
 def _params(stepper: Stepper) -> Iterator[Tensor]:
@@ -63,14 +69,16 @@ def shown(stepper: Stepper) -> Iterator[None]:
 
 
 def state_dict(stepper: Stepper) -> dict[str, Any]:
+    heed_new_state(stepper)
     stepper.engine.drain()
     with shown(stepper), stepper.segments.in_groups():
         found = type(stepper.optimizer).state_dict(stepper.optimizer)
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in found["state"].items()}
-        return {**found, "state": state}
+    return part.mark(stepper, {**found, "state": state})
 
 
 def load_state_dict(stepper: Stepper, state_dict: dict[str, Any]) -> None:
+    state_dict = part.unmark(stepper, state_dict)
     stepper.engine.drain()
     optimizer, segments = stepper.optimizer, stepper.segments
     order = list(_params(stepper))
@@ -88,10 +96,26 @@ def load_state_dict(stepper: Stepper, state_dict: dict[str, Any]) -> None:
     owner = {id(segments.of(param)): param for param in order}
     for group in optimizer.param_groups:
         group["params"] = [owner.get(id(param), param) for param in group["params"]]
-    if stepper.one_pass is not None:
-        stepper.one_pass.forget_state()
-    if stepper.streaming is not None:
-        stepper.streaming.moments.forget()
+    own_state(stepper)
+    stepper.forget_moments()
+    take_all(stepper)
+
+
+def own_state(stepper: Stepper) -> None:
+    """`optimizer.state` is of the kind that own_state.py tells of: after something has put another in its place."""
+    optimizer = stepper.optimizer
+    optimizer.state = OwnState(stepper, optimizer.state)
+
+
+def heed_new_state(stepper: Stepper) -> None:
+    """The user may have put another dict in the place of `optimizer.state`: what it holds counts from here on."""
+    optimizer = stepper.optimizer
+    if type(optimizer.state) is not OwnState:
+        stepper.engine.drain()
+        own_state(stepper)
+        stepper.forget_moments()
+        for param in _params(stepper):
+            stepper.segments.adopt(param, optimizer.state)
         take_all(stepper)
 
 
@@ -107,6 +131,7 @@ def moments_nbytes(stepper: Stepper) -> int:
 
 
 def pieces(stepper: Stepper) -> Iterator[Piece]:
+    heed_new_state(stepper)
     stepper.engine.drain()
     for param in _params(stepper):
         mine = stepper.segments.of(param)

@@ -1,4 +1,4 @@
-"""The user's optimizer object stays theirs: four of its methods are replaced on the instance, and put back."""
+"""The user's optimizer object stays theirs: some of its methods are replaced on the instance, and put back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+
+from zeor.optim.methods import own_methods, replacements
 
 if TYPE_CHECKING:
     from zeor.optim.stepper import Stepper
@@ -30,6 +32,7 @@ def patch(stepper: Stepper) -> Callable | None:
         "state_dict": lambda _: stepper.state_dict(),
         "load_state_dict": lambda _, state_dict: stepper.load_state_dict(state_dict),
         "add_param_group": lambda _, group: stepper.add_param_group(group),
+        **replacements(stepper),
     }
     for name, method in methods.items():
         optimizer.__dict__[name] = types.MethodType(method, optimizer)
@@ -37,7 +40,7 @@ def patch(stepper: Stepper) -> Callable | None:
 
 
 def unpatch(optimizer: Optimizer, before: Callable | None) -> None:
-    for name in REPLACED:
+    for name in (*REPLACED, *own_methods(type(optimizer))):
         optimizer.__dict__.pop(name, None)
     if before is not None:
         optimizer.__dict__["step"] = before

@@ -10,6 +10,13 @@ Note [The larger toy]
 Some optimizers factor or quantise only what is large. The second toy has more than 128 rows and columns, and its cut
 falls on a multiple of every block length in use (8-bit states come in blocks of 128 to 2,048): an optimizer that
 looks at rows is found out, one that rounds its state by blocks counts as element-wise.
+
+Note [A walk]
+~~~~~~~~~~~~~
+Some optimizers (Prodigy, D-Adaptation) estimate one step size from sums over all parameters, and the estimate moves
+only after some steps in one direction; others (Shampoo's kin) look at whole matrices only after some steps, or only
+at a gradient that is at a right angle to its parameter (AdamP). So the small toys also walk: more steps, the first of
+them aside and all others in one direction.
 """
 
 from __future__ import annotations
@@ -19,15 +26,18 @@ import copy
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-STEPS = 2
+from zeor.optim.counters import numbers, same_numbers
+
+STEPS, WALK = 2, 30
+ROUNDING = 1e-3  # over a walk: on a CPU the last elements of an array may be rounded differently
 SMALL, SMALL_CUT = (6, 8), 19
 LARGE, LARGE_CUT = (160, 256), 20480
 TRIAL_LR = 0.01  # where the user's is zero, as a warm-up's first one is: nothing would move
@@ -37,12 +47,13 @@ TRIAL_LR = 0.01  # where the user's is zero, as a warm-up's first one is: nothin
 class Kind:
     """elementwise: an element's update depends on that element's gradient alone. separable: one call over
     all parameters equals one call for each. failed: why it could not be tried at all. coupled: a parameter's
-    update depends on the other parameters."""
+    update depends on the other parameters. counts: a step moves numbers of its group (counters.py)."""
 
     elementwise: bool
     separable: bool
     failed: str | None = None
     coupled: bool = False
+    counts: bool = field(default=False, compare=False)
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
@@ -66,7 +77,7 @@ def probe_groups(optimizer: Optimizer, device: torch.device, dtype: torch.dtype)
 
 def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype, group: int = 0) -> Kind:
     """The kind of one group, all of them trials in plain eager steps: compiling toys would take seconds."""
-    with _eager():
+    with _eager(), _one_thread():
         kind = _probe(_Trials(optimizer, group, with_state=False), device, dtype)
         if kind.failed is not None and optimizer.state:  # its constructor may have made what its step looks for
             again = _probe(_Trials(optimizer, group, with_state=True), device, dtype)
@@ -80,6 +91,17 @@ def _eager() -> Any:
     return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Toys are too small for several: where cores are busy, waking those up took fifty times as long as the trials."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _probe(trials: _Trials, device: torch.device, dtype: torch.dtype) -> Kind:
     generator = torch.Generator().manual_seed(0)
 
@@ -90,18 +112,31 @@ def _probe(trials: _Trials, device: torch.device, dtype: torch.dtype) -> Kind:
     # Two parameters of the same kind as the user's: whole ones, so that a matrix optimizer can be tried; and unlike
     # each other in size, so that one which looked at both would show it.
     two, two_grads = [values, toy(*SMALL) * 2], [[g, toy(*SMALL) * 3] for g in grads]
+    ways = [_way(value, toy(*SMALL)) for value in two]  # see Note [A walk]
+    walk = [list(grads) for grads in zip(*ways)]
+    separable, coupled = True, False
     try:
-        once = trials.run(two, two_grads, together=True)
-        twice = trials.run(two, two_grads, together=False)
-        apart = [trials.run([v], [[g[i]] for g in two_grads], together=True)[0] for i, v in enumerate(two)]
+        for steps in (two_grads, walk):
+            once = trials.run(two, steps, together=True)
+            twice = trials.run(two, steps, together=False)
+            apart = [trials.run([v], [[g[i]] for g in steps], together=True)[0] for i, v in enumerate(two)]
+            separable = separable and _same(once, twice)
+            coupled = coupled or not (_same(once, twice) or _same(once, apart))
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
         return Kind(False, False, f"{type(error).__name__}: {first}")
-    separable = _same(once, twice)
     elementwise = trials.cut_changes_nothing(values, grads, SMALL_CUT)
+    for given in (ways[0][:1], ways[0]):
+        elementwise = elementwise and trials.cut_changes_nothing(values, given, SMALL_CUT, ROUNDING)
     if elementwise:
         elementwise = trials.cut_changes_nothing(toy(*LARGE), [toy(*LARGE) for _ in range(STEPS)], LARGE_CUT)
-    return Kind(elementwise, separable, coupled=not separable and not _same(once, apart))
+    return Kind(elementwise, separable, coupled=coupled, counts=trials.counts)
+
+
+def _way(value: Tensor, direction: Tensor) -> list[Tensor]:
+    """The gradients of a walk: the first at a right angle to the parameter, the others in one direction."""
+    aside = direction - value * (direction * value).sum() / value.square().sum()
+    return [aside, *(direction * (1 + step / WALK) for step in range(1, WALK))]
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -113,8 +148,11 @@ class _Trials:
 
     def __init__(self, optimizer: Optimizer, group: int, with_state: bool):
         self._optimizer, self._group, self._with_state = optimizer, group, with_state
+        self.counts = False  # a step has moved numbers of its group
 
-    def cut_changes_nothing(self, values: Tensor, grads: list[Tensor], at: int) -> bool:
+    def cut_changes_nothing(self, values: Tensor, grads: list[Tensor], at: int, rounding: float = 0.0) -> bool:
+        """`rounding`: what may differ, as a part of how far the toy moved."""
+
         def cut(tensor: Tensor) -> list[Tensor]:
             flat = tensor.reshape(-1)
             return [flat[:at], flat[at:]]
@@ -124,7 +162,10 @@ class _Trials:
             parts = self.run(cut(values), [cut(g) for g in grads], together=True)
         except Exception:  # Muon takes matrices only
             return False
-        return torch.equal(whole.reshape(-1), torch.cat(parts))
+        if not rounding:
+            return torch.equal(whole.reshape(-1), torch.cat(parts))
+        apart, moved = (whole.reshape(-1) - torch.cat(parts)).abs().max(), (whole - values).abs().max()
+        return bool(apart <= rounding * moved)
 
     def run(self, values: list[Tensor], grads: list[list[Tensor]], together: bool) -> list[Tensor]:
         """Step a copy of the optimizer over copies of these values; the results."""
@@ -135,12 +176,14 @@ class _Trials:
                 trial.state[param] = _state_like(self._optimizer, param)
         group = trial.param_groups[0]
         step = raw_step(self._optimizer)
+        before = numbers(group)
         for step_grads in grads:
             for param, grad in zip(params, step_grads):
                 param.grad = grad.clone()
             for batch in [params] if together else [[param] for param in params]:
                 group["params"] = batch
                 step(trial)
+        self.counts = self.counts or not same_numbers(before, numbers(group))
         return [param.detach() for param in params]
 
     def _copy(self) -> Optimizer:
@@ -155,7 +198,27 @@ class _Trials:
         if "lr" in copied and float(copied["lr"]) == 0.0:
             copied["lr"] = torch.full_like(copied["lr"], TRIAL_LR) if isinstance(copied["lr"], Tensor) else TRIAL_LR
         trial.param_groups = [{"params": [], **copied}]
+        to_train = getattr(type(optimizer), "train", None)
+        if callable(to_train):  # schedulefree steps only after it
+            with contextlib.suppress(Exception):
+                to_train(trial)
         return trial
+
+
+def toys_after_steps(optimizer: Optimizer, device: torch.device) -> tuple[Optimizer, list[Tensor]]:
+    """A copy of the optimizer over two toys, with its first group's settings, after a walk: at first an
+    average equals what it is an average of, and warm-ups may not move anything."""
+    trials = _Trials(optimizer, 0, with_state=False)
+    with _eager(), _one_thread():
+        generator = torch.Generator().manual_seed(0)
+        toys = [torch.nn.Parameter(torch.rand(SMALL, generator=generator).to(device)) for _ in range(2)]
+        trial = trials._copy()
+        trial.param_groups[0]["params"] = toys
+        for _ in range(WALK):
+            for toy in toys:
+                toy.grad = torch.rand(SMALL, generator=generator).to(device)
+            raw_step(optimizer)(trial)
+    return trial, list(toys)
 
 
 def _state_like(optimizer: Optimizer, toy: Tensor) -> dict[str, Any]:

@@ -46,6 +46,16 @@ class Journey:
 
     # ---- there
 
+    @torch.no_grad()
+    def _pack_gradient(self, member: Owned, into: Tensor) -> None:
+        """As wide as the master, times what the user multiplied by."""
+        grads, index = member.slot.lane.grads, member.slot.index
+        assert grads is not None
+        into.copy_(grads.local(index))
+        factor = grads.scales[index]
+        if factor is not None:
+            into.mul_(factor)
+
     def start(self) -> None:
         """This rank's segments, gradient then master, on their way to the owners."""
         self._sent, cursor = self._take(2 * sum(self._given)), 0
@@ -54,7 +64,7 @@ class Journey:
             if segment is None:
                 continue
             grad, master = self._sent[cursor : (cursor := cursor + 2 * segment.numel)].view(2, -1)
-            _pack_gradient(member, grad)
+            self._pack_gradient(member, grad)
             lane.read_master(segment, master)
         received = self._take(2 * sum(self._taken))
         taken, given = [2 * n for n in self._taken], [2 * n for n in self._given]
@@ -114,6 +124,18 @@ class Journey:
         self._give(self._sent, received)
 
 
+class Visit(Journey):
+    """A journey beside a step: values alone, whether there are gradients or not."""
+
+    def _pack_gradient(self, member: Owned, into: Tensor) -> None:
+        into.zero_()
+
+    def arrive(self) -> None:
+        super().arrive()
+        for member in self.mine:
+            member.whole.grad = None  # type: ignore[union-attr]
+
+
 def run(journeys: Sequence[Journey], compute: Callable[[Journey], None], done: Callable[[Journey], None]) -> None:
     """While a round is computed the next is on its way here and the one before on its way back; no more than these
     three have buffers. `done` is called once a round's slices hold their new values.
@@ -156,14 +178,3 @@ def _place(members: Sequence[Owned]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-member.numel // ALIGN_NUMEL) * ALIGN_NUMEL
     return offsets, end
-
-
-@torch.no_grad()
-def _pack_gradient(member: Owned, into: Tensor) -> None:
-    """As wide as the master, times what the user multiplied by."""
-    grads, index = member.slot.lane.grads, member.slot.index
-    assert grads is not None
-    into.copy_(grads.local(index))
-    factor = grads.scales[index]
-    if factor is not None:
-        into.mul_(factor)

@@ -53,11 +53,15 @@ class Segments:
                 if segment.param == slot.index:
                     self._of[id(param)] = nn.Parameter(slot.lane.master_part(segment))
                     self._at[id(param)] = segment
-        state = self.optimizer.state.pop(param, None)
+        self.adopt(param, self.optimizer.state)
+
+    def adopt(self, param: Tensor, state_by_param: dict[Any, Any]) -> None:
+        """State that is held for the user's own parameter is held for this rank's part from here on."""
+        state = dict.pop(state_by_param, param, None)
         mine = self._of.get(id(param))
         cut = self.cut_state(param, state) if state else {}
         if state and mine is not None:
-            self.optimizer.state[mine] = cut
+            state_by_param[mine] = cut
 
     def of(self, param: Tensor) -> nn.Parameter | None:
         """The segment this rank updates (on an owner the whole), or None where it has none."""
@@ -87,7 +91,7 @@ class Segments:
             return value
         segment, mine = self._at[id(param)], self._of[id(param)]
         dtype = mine.dtype if value.dtype == slot.dtype else value.dtype
-        if not _of_shape(value, slot.shape, plain=True):
+        if not of_shape(value, slot.shape, plain=True):
             return value.to(dtype)
         flat = value.detach().reshape(-1)[segment.start : segment.start + segment.numel]
         return flat.to(mine.device, dtype, copy=True).view(mine.shape)
@@ -158,17 +162,17 @@ def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) ->
 
 def check_cuttable(name: str, shape: tuple[int, ...], state: dict[str, Any]) -> None:
     """ValueError where the state of a whole parameter holds more than one value for each element and counters."""
-    if not any(_of_shape(value, shape) for value in state.values()):
+    if not any(of_shape(value, shape) for value in state.values()):
         return
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and not _of_shape(value, shape, plain=True):
+        if isinstance(value, Tensor) and value.dim() > 0 and not of_shape(value, shape, plain=True):
             raise ValueError(
                 f"The optimizer's state of {name!r} holds {key!r} as {_words(value)}, made for the whole parameter of "
                 f"shape {shape}, so it cannot be cut; shard before the first step."
             )
 
 
-def _of_shape(value: Any, shape: tuple[int, ...], plain: bool = False) -> bool:
+def of_shape(value: Any, shape: tuple[int, ...], plain: bool = False) -> bool:
     """Whether it is one value for each element of a parameter; `plain`: in a tensor that can be cut."""
     if not isinstance(value, Tensor) or value.dim() == 0 or (plain and type(value) is not Tensor):
         return False

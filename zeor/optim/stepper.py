@@ -1,6 +1,6 @@
 """step(): one event for the user, unit by unit inside.
 
-The user's optimizer object stays theirs; four of its methods are replaced on the instance. step() runs
+The user's optimizer object stays theirs; some of its methods are replaced on the instance. step() runs
 the step hooks once, the closure once, then for each unit: gradients to segments, the stock update or
 the one-pass kernel, compute from master, publish. A published unit travels while the next is updated.
 Parameters of groups that need whole matrices follow, round by round, computed by their owners (owners.py).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
 from zeor.optim import kept, rounds
-from zeor.optim.checks import check_kind, check_parameters
+from zeor.optim.calls import Calls
+from zeor.optim.checks import check_kind, check_parameters, check_separable
+from zeor.optim.guard import driven, watch_steps
 from zeor.optim.one_pass import OnePass
 from zeor.optim.owners import Owned, Owners
 from zeor.optim.patch import patch, unpatch
 from zeor.optim.pieces import Piece
-from zeor.optim.probe import raw_step
 from zeor.optim.rounds import Journey
 from zeor.optim.segments import Segments, master_gradient, settle_scales
 from zeor.optim.streaming import Streaming
@@ -44,31 +46,30 @@ class Stepper:
         self.engine, self.optimizer = engine, optimizer
         check_parameters(engine, optimizer)
         self.kinds = check_kind(engine, optimizer)
+        check_separable(engine, optimizer, self.kinds)
         self.owners = Owners(engine)
         self._give_owners(range(len(self.kinds)))
         self.segments = Segments(engine, optimizer, self.owners)
-        self._raw_step = raw_step(optimizer)
+        self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
+        self.calls = Calls(engine, optimizer, self.segments, self.kinds)
         self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
         self.streaming = self._streaming()
         self.segments.resting = functools.partial(kept.resting, self)
         kept.take_all(self)
+        kept.own_state(self)
         self._first = True
         if engine.plan.release:
-            self._check_release()
             engine.release.updates.append(self._release)
             engine.release.waits.append(self._has_owners)
         engine.freezing.watch(self)
         engine.optimizers.append(optimizer)
+        driven.add(optimizer)
+        watch_steps()
         self._instance_step = patch(self)
 
     def _streaming(self) -> Streaming | None:
         if not self.engine.plan.streams:
             return None
-        if not self.separable:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot be called "
-                "for some of them at a time, as offload=, moments= and delay= need; leave those out."
-            )
         streaming = Streaming(self.engine, self.optimizer, self.segments)
         if self.one_pass is not None:
             streaming.adopted = self.one_pass.forget_lane
@@ -90,8 +91,7 @@ class Stepper:
 
     @property
     def separable(self) -> bool:
-        """Whether the optimizer may be called several times in one step, each time for some of its parameters."""
-        return all(kind.separable for kind in self.kinds)
+        return self.calls.separable
 
     def unpatch(self) -> None:
         """The optimizer is the user's alone again."""
@@ -101,12 +101,14 @@ class Stepper:
         if self.streaming is not None:
             self.streaming.close()
         self.engine.optimizers.remove(self.optimizer)
+        driven.discard(self.optimizer)
         unpatch(self.optimizer, self._instance_step)
 
     # ---- step
 
     def step(self, closure: Callable | None) -> Any:
         loss = None
+        kept.heed_new_state(self)
         self.engine.unfilled.check()
         self.engine.refuse_if_borrowed("step() was called")
         self._run_hooks("pre")
@@ -164,13 +166,6 @@ class Stepper:
                     "run the last backward of each accumulation outside no_sync."
                 )
 
-    def _check_release(self) -> None:
-        if not self.separable:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} keeps counters for all parameters together, so it cannot update unit "
-                "by unit inside backward; leave out release=True."
-            )
-
     @torch.no_grad()
     def _release(self, unit: Unit) -> None:
         """A unit's gradients are there, inside backward: see Note [Release]."""
@@ -210,7 +205,8 @@ class Stepper:
                     self.engine.publish(unit)
 
         run = rounds.run if self.engine.plan.overlap else rounds.run_one_by_one
-        run(journeys, lambda journey: self._call(self._by_group(journey.mine)), done)
+        run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
+        self.calls.count()
 
     def _publish(self, units: list[Unit]) -> None:
         for unit in units:
@@ -252,7 +248,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             work.append([p for p in group["params"] if id(p) in members and self.owners.of(p) is None])
         lanes = list(dict.fromkeys(members[id(p)].lane for params in work for p in params))
-        if not lanes and wholes is None:
+        if not lanes and wholes is None and (self.separable or not self.calls.counts):
             return set()
         for lane in lanes:
             lane.wait()  # an earlier publish nobody waited for (its reader) -> this update (the writer)
@@ -266,7 +262,7 @@ class Stepper:
             work = [[p for p in params if members[id(p)].lane in lanes] for params in work]
         if self.one_pass is not None and self.one_pass.takes(lanes):
             self.one_pass.update(work, lanes)
-        elif lanes or wholes is not None:
+        elif lanes or wholes is not None or not self.separable:
             self._stock_update(work, lanes, wholes)
         return changed
 
@@ -294,28 +290,11 @@ class Stepper:
                     mine.append(segment)
         self.engine.ledger.add("update", widened_nbytes)
         try:
-            self._call(given)
+            self.calls.call(given)
         finally:
             for lane in lanes:
                 lane.master.spill()  # type: ignore[union-attr]
             self.engine.ledger.drop("update", widened_nbytes)
-
-    def _call(self, given: list[list[nn.Parameter]]) -> None:
-        """The optimizer's own step, with these in the groups and nothing else; their gradients are used up."""
-        groups, kept = self.optimizer.param_groups, [group["params"] for group in self.optimizer.param_groups]
-        try:
-            for group, params in zip(groups, given):
-                group["params"] = params
-            if self.separable:  # an optimizer with counters in its groups must see them all
-                self.optimizer.param_groups = [group for group in groups if group["params"]]
-            if any(given) or not self.separable:
-                self._raw_step(self.optimizer)
-        finally:
-            self.optimizer.param_groups = groups
-            for group, params in zip(groups, kept):
-                group["params"] = params
-            for segment in (segment for params in given for segment in params):
-                segment.grad = None
 
     # ---- owners
 
@@ -359,12 +338,21 @@ class Stepper:
         kept.load_state_dict(self, state_dict)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """A new group of the model's own parameters."""
+        """A new group of the model's own parameters; a drop-in takes new ones. A refused one leaves no trace."""
+        groups = self.optimizer.param_groups
+        count = len(groups)
         type(self.optimizer).add_param_group(self.optimizer, group)
-        check_parameters(self.engine, self.optimizer)
-        self.kinds = check_kind(self.engine, self.optimizer)
-        self._give_owners([len(self.kinds) - 1])
-        for param in self.optimizer.param_groups[-1]["params"]:
+        try:
+            self.enrol(groups[count:])
+            check_parameters(self.engine, self.optimizer)
+            kinds = check_kind(self.engine, self.optimizer)
+            check_separable(self.engine, self.optimizer, kinds)
+        except BaseException:
+            del groups[count:]
+            raise
+        self.kinds = self.calls.kinds = kinds
+        self._give_owners(range(count, len(kinds)))
+        for param in groups[-1]["params"]:
             self.segments.make(param)
         if self.one_pass is not None:
             self.one_pass = OnePass.for_optimizer(self.engine, self.optimizer, self.segments)
@@ -374,13 +362,13 @@ class Stepper:
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each of the user's parameters, whole, on every rank; a collective."""
+        kept.heed_new_state(self)
         order = [param for group in self.optimizer.param_groups for param in group["params"]]
         return {param: state for param in order if (state := self.segments.whole(param))}
 
     def unshard(self, whole: dict[Tensor, dict[str, Any]]) -> None:
         """The optimizer is the user's alone again, with this state."""
-        self.optimizer.state.clear()
-        self.optimizer.state.update(whole)
+        self.optimizer.state = defaultdict(dict, whole)
         self.unpatch()
 
     def pieces(self) -> Iterator[Piece]:
@@ -394,7 +382,15 @@ class Stepper:
 
     def clear_state(self) -> None:
         """Every parameter begins anew."""
-        self.engine.drain()
         self.optimizer.state.clear()
+
+    def forget_moments(self) -> None:
+        """What is kept beside the optimizer's own state, or as a cache of it, is void."""
+        if self.one_pass is not None:
+            self.one_pass.forget_state()
         if self.streaming is not None:
             self.streaming.moments.forget()
+
+    def streams(self, param: Tensor) -> bool:
+        """Whether this rank's state of a parameter rests beside the optimizer's own."""
+        return kept.is_streamed(self, param)

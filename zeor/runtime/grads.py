@@ -332,6 +332,24 @@ class GradLane(RunningSum):
         elif self.sum is not None and param in self._where:
             self.local(param).zero_()
 
+    def zero(self, param: int) -> None:
+        """The user set a gradient to zero that was computed inside no_sync: nothing is left of it to reduce."""
+        assert self.partial is not None
+        self.scales[param] = None
+        self.pending[param] = False
+        self.direct.drop(param)
+        self._range(self.partial, param).zero_()
+        if self.adopts:
+            self.parts[param] = torch.zeros(self.layout.numels[param], dtype=self.reduce_dtype, device=self.mesh.device)
+        elif self.sum is not None:
+            self.local(param).zero_()
+        if not any(self.pending):
+            self._release_partial()
+            if not self.adopts and self.sum is None:
+                whole = self.column.grad is Residency.FULL
+                numel = self.layout.numel if whole else self.layout.slice_numel
+                self.sum = torch.zeros(numel, dtype=self.reduce_dtype, device=self.mesh.device)
+
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
         found = {}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeor.comm import verbs
+from zeor.comm.attendance import attend
 from zeor.layout import Segment
 from zeor.runtime import events
 from zeor.runtime.engine import Engine
@@ -65,6 +66,8 @@ def iter_full(
             f"zeor.iter_full cannot stay under max_bytes={cap}: parameter {largest.name!r} alone takes {needed}; "
             "give at least that."
         )
+    if engine.joining is None:
+        attend(engine.mesh, "zeor.iter_full")
     engine.announce(events.OTHER, "zeor.iter_full")
     groups = plan_groups(engine.units, cap, wanted)
     return _stream(engine, groups, cap, wanted, list(model.named_buffers()) if buffers else [])

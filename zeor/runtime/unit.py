@@ -250,6 +250,15 @@ class Slot(Held):
         self.ready_grads().scale(self.index, kept)
         self.engine.edited(self, edits.SCALE, (kept,))
 
+    def zero_unreduced(self) -> bool:
+        """A gradient from inside no_sync is set to zero; False where it is an ordinary one."""
+        grads = self.lane.grads
+        if grads is None or grads.partial is None:
+            return False
+        grads.zero(self.index)
+        self.engine.norms.forget(self)
+        return True
+
     def local_grad(self) -> Tensor:
         grads = self.ready_grads()
         grads.apply_scales()
