@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
+
 Row = dict[str, Any]  # one value for each factor
 
 
@@ -47,3 +49,7 @@ def covering(
             chosen.append(rows[index])
             missing -= parts[index]
     return chosen
+
+
+# For @pytest.mark.parametrize("select", BOTH): the triples in `make test`, the whole product in `make test-all`.
+BOTH = [pytest.param(covering, id="triples"), pytest.param(product, id="whole", marks=pytest.mark.whole)]

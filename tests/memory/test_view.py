@@ -49,7 +49,7 @@ def check_metadata(stage: int) -> None:
         assert param.requires_grad and param.is_leaf and param.grad_fn is None and param.grad is None
         assert param.element_size() == 8 and param.is_floating_point() and param.stride() == wanted.stride()
         assert name in repr(param) and str(tuple(wanted.shape)) in repr(param)
-        assert len(param) == len(wanted) if wanted.dim() else True
+        assert wanted.dim() == 0 or len(param) == len(wanted)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.values())
     assert "Linear(in_features=6, out_features=7" in repr(model)
 
