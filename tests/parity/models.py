@@ -8,6 +8,7 @@ parameters, the losses and the gradient norms, to be compared in bits or within 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -279,8 +280,9 @@ def largest(got: Run, want: Run) -> float:
         assert got.params[name].shape == value.shape and got.params[name].dtype == value.dtype, name
         if value.numel():
             difference = (got.params[name].double() - value.double()).abs().max()
-            worst = max(worst, float(difference / value.double().abs().max().clamp(min=1.0)))
-    return worst if worst == worst else float("inf")
+            apart = float(difference / value.double().abs().max().clamp(min=1.0))
+            worst = max(worst, math.inf if math.isnan(apart) else apart)  # max(0.0, nan) is 0.0
+    return worst
 
 
 def baseline(setting: Setting) -> Setting:

@@ -37,6 +37,7 @@ from tests.parity.models import (
     part,
     product,
     reference,
+    steps,
     train,
 )
 from zeor.runtime import reduces
@@ -71,6 +72,7 @@ def compare(settings: list[Setting], tolerance: float, build: Callable = net) ->
         dist.all_reduce(mine)
         apart = (mine / dist.get_world_size() - torch.tensor(want.losses, dtype=torch.float64)).abs().max()
         assert apart <= 10 * tolerance, f"{setting}: losses are off by {apart:.2e}"
+        assert len(got.norms) == len(want.norms) == (0 if setting.clip == "none" else steps(int(setting.micro[0])))
         norms = torch.tensor(got.norms) / torch.tensor(want.norms) - 1
         assert all(norms.abs() <= max(tolerance, 1e-6)), f"{setting}: norms are off by {norms}"
 
