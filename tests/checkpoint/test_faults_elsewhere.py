@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.checkpoint import kept
 from tests.checkpoint.disks import FaultyDisk, fail
-from tests.checkpoint.test_faults import NUMBERS, same
+from tests.checkpoint.test_faults import NUMBERS, WAYS, WAYS_TAKEN, faults, same
 from tests.checkpoint.test_reshard import everything, make, steps
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.errors import CheckpointError
@@ -27,8 +27,6 @@ from zeor.checkpoint.training import load, save
 from zeor.checkpoint.urls import Place, place_of
 
 KEEP = 2
-WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too
-WAYS_TAKEN = [pytest.param(False, id="in turn"), pytest.param(True, id="every way", marks=pytest.mark.whole)]
 
 
 class Trials:
@@ -110,15 +108,11 @@ def every_call_fails(mode: str, root: str, every_way: bool) -> int:
     try:
         trials = Trials(mode, root)
         numbers, count = itertools.cycle(NUMBERS), 0
-        for rank, calls in enumerate(trials.calls()):
-            for at, way in itertools.product(range(calls), range(len(WAYS))):
-                if way != (rank + at) % len(WAYS) and not every_way:
-                    continue
-                after, lasting = WAYS[way]
-                trials.fresh()
-                disk = FaultyDisk(at, fail(next(numbers)), after=after, lasting=lasting)
-                trials.check(trials.save(disk if trials.rank == rank else FaultyDisk(), 3), lasting)
-                count += 1
+        for rank, at, after, lasting in faults(trials.calls(), 0, every_way):
+            trials.fresh()
+            disk = FaultyDisk(at, fail(next(numbers)), after=after, lasting=lasting)
+            trials.check(trials.save(disk if trials.rank == rank else FaultyDisk(), 3), lasting)
+            count += 1
         return count
     finally:
         os.chdir(before)
