@@ -48,6 +48,19 @@ def compares_with_itself(node: ast.Compare) -> bool:
     return not calls and any(one == other for one, other in pairwise(texts))
 
 
+def ends_early(iterated: ast.expr) -> bool:
+    """zip() without strict=True: it ends with the shortest, so that what is missing is never compared."""
+    calls = [each for each in ast.walk(iterated) if is_call(each, "zip")]
+    return any(len(each.args) > 1 and not each.keywords for each in calls if isinstance(each, ast.Call))
+
+
+def compared_in_pairs(node: ast.AST) -> bool:
+    """A loop or an all() that asserts something of each pair of a zip() that may end early."""
+    if isinstance(node, ast.For) and any(isinstance(each, ast.Assert) for each in node.body):
+        return ends_early(node.iter)
+    return is_call(node, "all") and any(ends_early(each.iter) for each in generators(node))
+
+
 def weak(source: str) -> Iterator[tuple[int, str]]:
     """(line, what is wrong) of everything in a test's source that can hide an error."""
     for node in ast.walk(ast.parse(source)):
@@ -60,6 +73,8 @@ def weak(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.With) and any(is_call(item.context_expr, "pytest.raises") for item in node.items):
             if len(node.body) > 1:
                 yield node.lineno, "one statement inside pytest.raises: with more, the wrong one may raise"
+        elif compared_in_pairs(node):
+            yield node.lineno, "zip() ends with the shortest: write strict=True"
         elif isinstance(node, ast.ExceptHandler) and any(is_call(each, "pytest.skip") for each in ast.walk(node)):
             yield node.lineno, "a test that skips when something raises never fails"
 
@@ -74,6 +89,8 @@ WEAK = {
     "itself": "assert found['a'] == found['a']",
     "itself, deep inside": "assert all(x.y == x.y for x in xs)",
     "no assert": "x == 1",
+    "a short zip": "assert all(a == b for a, b in zip(found, wanted))",
+    "a short zip in a loop": "for a, b in zip(found, wanted):\n    assert a == b",
     "many statements": "with pytest.raises(ValueError):\n    x = make()\n    x.use()",
     "a skip": "try:\n    run()\nexcept OSError:\n    pytest.skip('no disk')",
 }
@@ -83,6 +100,7 @@ SOUND = [
     "assert False, 'never comes here'",
     "assert all(x == 1 for x in xs)",
     "assert {x for x in xs if x.name == 'step'} == {3}",
+    "for a, b in zip(found, wanted, strict=True):\n    assert a == b",
     "assert hash_of(x) == hash_of(x)",
     "with pytest.raises(ValueError, match='x'):\n    make()",
     "try:\n    run()\nexcept OSError as error:\n    text = str(error)",

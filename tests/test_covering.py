@@ -19,7 +19,7 @@ def not_covered(rows: list[dict[str, Any]], factors: dict[str, Any], strength: i
         (names, values)
         for names in itertools.combinations(factors, strength)
         for values in itertools.product(*(factors[name] for name in names))
-        if not any(all(row[name] == value for name, value in zip(names, values)) for row in rows)
+        if not any(all(row[name] == value for name, value in zip(names, values, strict=True)) for row in rows)
     ]
 
 

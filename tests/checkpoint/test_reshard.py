@@ -106,7 +106,7 @@ def test_saved_at_any_world_and_stage_loads_here_at_every_stage(ranks, saved, wo
     rows = [row for row in select(FACTORS) if row["world"] == world]
     results = ranks(load_all, world, root, rows, timeout=280)[0]
     assert len(results) == len(rows) >= len(WORLDS) * len(STAGES)
-    for row, (at_load, losses, at_end) in zip(rows, results):
+    for row, (at_load, losses, at_end) in zip(rows, results, strict=True):
         at_save, wanted_losses, wanted = runs[row["from_world"]][row["from_stage"]]
         assert_same(at_load, at_save, row)
         if row["from_world"] == world:
