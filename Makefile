@@ -18,6 +18,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Long files first, as tests/conftest.py sorts them; xdist by itself begins with those of many tests.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # A stamp is newer than these only if the install that made it saw their present contents.
 INPUTS := pyproject.toml constraints.txt
 
@@ -27,11 +29,11 @@ train: $(VENV)/installed
 	$(BIN)/python -m zeor.tools.cli train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # An empty -m takes what pyproject.toml leaves out by default: the tests marked `whole`.
 test-all: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
