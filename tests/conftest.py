@@ -16,6 +16,9 @@ import torch
 
 from tests.pool import Pool
 
+# As the ranks of the pool: what runs beside it would otherwise wait for cores by turning in circles.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:

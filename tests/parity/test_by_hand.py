@@ -125,8 +125,11 @@ def test_what_a_rank_keeps_is_the_table_of_stages(ranks: Any) -> None:
         assert sum(found["optimizer state"] for found in results) == 2 * whole  # two moments, nothing twice
 
 
+TORCHRUN = pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"), id="torchrun")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")])
+@pytest.mark.parametrize("launcher", [pytest.param((), id="python", marks=pytest.mark.whole), TORCHRUN])
 def test_the_script_checks_itself(launcher: tuple[str, ...]) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "examples/by_hand.py"]

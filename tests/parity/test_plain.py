@@ -92,10 +92,11 @@ def test_fp32_with_sgd(ranks, world):
     ranks(compare, world, pairwise(**factors), 1e-6)
 
 
+@pytest.mark.parametrize("select", [pairwise, pytest.param(product, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("build", [odd, one_scalar, one_vector], ids=lambda build: build.__name__)
-def test_odd_sizes(ranks, world, build):
-    settings = product(stage=STAGES, optimizer=("AdamW", "SGD"), clip=("stock", "zeor"), precision=("fp64",))
+def test_odd_sizes(ranks, world, build, select):
+    settings = select(stage=STAGES, optimizer=("AdamW", "SGD"), clip=("stock", "zeor"), precision=("fp64",))
     ranks(compare, world, settings, 1e-10, build)
 
 
