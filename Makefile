@@ -2,6 +2,7 @@
 #
 #   make train      install, then train a small GPT with stage 3 on two local CPU ranks
 #   make test       install with the developer tools, then lint, types and tests
+#   make test-all   the same with every test: whole products, every kill and every place (about an hour)
 #   make lint       lint and types only
 #   make setup      install only
 #   make bench      the CPU benchmark, zeor beside its peers
@@ -17,16 +18,22 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Long files first, as tests/conftest.py sorts them; xdist by itself begins with those of many tests.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # A stamp is newer than these only if the install that made it saw their present contents.
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: train test lint setup test-gpu bench clean
+.PHONY: train test test-all lint setup test-gpu bench clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m zeor.tools.cli train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# An empty -m takes what pyproject.toml leaves out by default: the tests marked `whole`.
+test-all: lint
+	$(PYTEST) -m "" $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

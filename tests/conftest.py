@@ -16,6 +16,9 @@ import torch
 
 from tests.pool import Pool
 
+# As the ranks of the pool: what runs beside it would otherwise wait for cores by turning in circles.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
@@ -35,3 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # Files with long tests come first: in the end no worker runs one of them while the others have nothing to do.
+    long_files = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long_files)

@@ -211,7 +211,7 @@ def check_load(stage: int, precision: str | None) -> None:
     views = list(model.parameters())
     result = model.load_state_dict(source)
     assert not result.missing_keys and not result.unexpected_keys
-    assert all(a is b for a, b in zip(views, model.parameters()))
+    assert all(a is b for a, b in zip(views, model.parameters(), strict=True))
     loops.assert_equal(full_values(model), source)
     loops.train(model, optimizer, range(2), loss)
     loops.train(fresh, fresh_optimizer, range(2), loss)
@@ -388,7 +388,7 @@ def check_no_sync(stage: int) -> None:
         for micro in range(3):
             loops.joint_loss(plain, 10 * round_ + micro).backward()
         with zeor.full_params(model, grads=True):
-            for param, wanted in zip(model.parameters(), plain.parameters()):
+            for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(param.grad, wanted.grad, **loops.TIGHT)
         for each, other in ((model, optimizer), (plain, theirs)):
             other.step()
@@ -423,7 +423,7 @@ def check_sum(stage: int) -> None:
     loops.own_loss(model, 0).backward()
     (loops.joint_loss(plain, 0) * dist.get_world_size()).backward()
     with zeor.full_params(model, grads=True):
-        for param, wanted in zip(model.parameters(), plain.parameters()):
+        for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(param.grad, wanted.grad, **loops.TIGHT)
 
 

@@ -27,7 +27,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param((), id="python"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.whole)]
+)
 def test_drop_in_learns(launcher):
     shown = run(*launcher, "examples/drop_in.py")
     assert float(re.search(r"([\d.]+)%", shown).group(1)) > 80.0

@@ -133,7 +133,8 @@ def kept_model(stage: int) -> None:
         del optimizer
         gc.collect()
         assert ref() is None and set(vars(model)) == plain
-        assert all(not getattr(m, name) for m in model.modules() for name in vars(m) if name.endswith("_hooks"))
+        hooks = [getattr(m, name) for m in model.modules() for name in vars(m) if name.endswith("_hooks")]
+        assert hooks and not any(hooks)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

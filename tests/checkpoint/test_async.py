@@ -242,7 +242,7 @@ def test_host_blocks_are_cut_by_hand_and_reused(monkeypatch: pytest.MonkeyPatch)
         copies = blocks.take(sources)
         for value in values:
             value.fill_(-1)
-        assert all(torch.equal(copy.read().view(w.shape), w) for copy, w in zip(copies, wanted))
+        assert all(torch.equal(copy.read().view(w.shape), w) for copy, w in zip(copies, wanted, strict=True))
         for value, before in zip(values, wanted):
             value.copy_(before)
         assert blocks.nbytes == 1024 + 900 * 8 + 32 and blocks.missing_nbytes(sources) == 0

@@ -135,6 +135,7 @@ def test_adam_and_adamw_keep_the_same_state(tmp_path: Path) -> None:
     save(tmp_path, model, optimizer, step=1)
     again, other = made(torch.optim.Adam, seed=1)
     load(tmp_path, again, other)
+    assert len(other.state) == len(optimizer.state) == 2, "of the weight and of the bias"
     for mine, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
         assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
 

@@ -66,7 +66,7 @@ def test_ranges_that_meet_are_all_filled(tmp_path: Path, ranges: list[tuple[int,
     with BlockReader(tmp_path / "file", FileInfo("file", len(data), blocks), 4096) as reader:
         reader.fill([(begin, end, each) for (begin, end), each in zip(ranges, into)])
         assert sum(reader.verify()) == len(data)
-        for (begin, end), each in zip(ranges, into):
+        for (begin, end), each in zip(ranges, into, strict=True):
             assert each.numpy().tobytes() == reader.bytes(begin, end) == data[begin:end]
 
 

@@ -1,5 +1,8 @@
-"""Every system call of the commit path fails once, before and after it did its work: a clear error on every rank or a
-checkpoint, the latest one loads in every bit, nothing half-written is visible, the next save works and cleans up."""
+"""Every system call of the commit path fails: a clear error on every rank or a checkpoint, the latest one loads in
+every bit, nothing half-written is visible, the next save works and cleans up.
+
+A call fails in one of three ways, in turn: before it does its work, after it, or from then on. `make test-all`: in all.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import itertools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from zeor.checkpoint.save import collect, write
 from zeor.checkpoint.training import load, run_of, save
 
 NUMBERS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE)
+WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too
+WAYS_TAKEN = [pytest.param(False, id="in turn"), pytest.param(True, id="every way", marks=pytest.mark.whole)]
 KINDS = {"make_folder", "create", "write", "sync", "close", "sync_folder", "rename", "names", "unlink", "remove_folder"}
 
 
@@ -102,30 +108,47 @@ class Trials:
         assert same(everything(*self.probe), self.new)
 
 
-def every_call_fails(root: str, keep: int) -> tuple[int, set[str]]:
+def faults(calls: list[int], first: int, every_way: bool) -> Iterator[tuple[int, int, bool, bool]]:
+    """(rank, call, after, lasting) for every call of every rank; the ways take turns, `first` is that of the first."""
+    for rank, count in enumerate(calls):
+        for at in range(count):
+            turn = (first + rank + at) % len(WAYS)
+            for after, lasting in WAYS if every_way else WAYS[turn : turn + 1]:
+                yield rank, at, after, lasting
+
+
+def every_call_fails(root: str, keep: int, every_way: bool) -> tuple[int, set[str]]:
     trials = Trials(root, keep)
     calls = trials.calls()
-    kinds = set(itertools.chain(*calls))
     numbers, count = itertools.cycle(NUMBERS), 0
-    for rank, position in [(rank, at) for rank, mine in enumerate(calls) for at in range(len(mine))]:
-        for after, lasting in ((False, False), (True, False), (False, True)):
-            number = next(numbers)
-            trials.fresh()
-            disk = FaultyDisk(position, fail(number), after=after, lasting=lasting) if trials.rank == rank else DISK
-            trials.check(trials.save(disk, 3), number, visible_if_raised=lasting)
-            trials.check_next()
-            count += 1
-    return count, kinds
+    for rank, at, after, lasting in faults([len(mine) for mine in calls], keep, every_way):
+        number = next(numbers)
+        trials.fresh()
+        disk = FaultyDisk(at, fail(number), after=after, lasting=lasting) if trials.rank == rank else DISK
+        trials.check(trials.save(disk, 3), number, visible_if_raised=lasting)
+        trials.check_next()
+        count += 1
+    return count, set(itertools.chain(*calls))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("every_way", WAYS_TAKEN)
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_whatever_call_fails_the_latest_loads_and_the_run_goes_on(ranks, tmp_path: Path, world: int, keep: int) -> None:
-    results = ranks(every_call_fails, world, str(tmp_path), keep, timeout=280)
+def test_whatever_call_fails_the_latest_loads_and_the_run_goes_on(
+    ranks, tmp_path: Path, world: int, keep: int, every_way: bool
+) -> None:
+    results = ranks(every_call_fails, world, str(tmp_path), keep, every_way, timeout=280)
     count, kinds = results[0]
     assert kinds == KINDS
-    assert count >= 3 * (17 + 4 * (world - 1))
+    assert count >= (17 + 4 * (world - 1)) * (len(WAYS) if every_way else 1)
+
+
+def test_without_every_way_each_call_fails_once_and_each_way_comes() -> None:
+    few, all_of_them = (list(faults([5, 2], 1, every_way)) for every_way in (False, True))
+    assert [each[:2] for each in few] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
+    assert {each[2:] for each in few} == set(WAYS)
+    assert len(set(all_of_them)) == len(all_of_them) == 3 * len(few) and set(few) < set(all_of_them)
 
 
 def short_writes(root: str) -> bool:

@@ -1,7 +1,7 @@
 """Every call to the disk fails, where a checkpoint is written in the background, to a folder per host, or to a URL.
 
 The same error on both ranks or a checkpoint; the latest one loads in every bit; the next save works and cleans up. Each
-call fails in one of three ways, in turn: before it does its work, after it, or from then on. ZEOR_FAULTS=all: in all.
+call fails in one of three ways, in turn: before it does its work, after it, or from then on. `make test-all`: in all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.checkpoint import kept
 from tests.checkpoint.disks import FaultyDisk, fail
-from tests.checkpoint.test_faults import NUMBERS, same
+from tests.checkpoint.test_faults import NUMBERS, WAYS, WAYS_TAKEN, faults, same
 from tests.checkpoint.test_reshard import everything, make, steps
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.errors import CheckpointError
@@ -27,7 +27,6 @@ from zeor.checkpoint.training import load, save
 from zeor.checkpoint.urls import Place, place_of
 
 KEEP = 2
-WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too
 
 
 class Trials:
@@ -109,24 +108,21 @@ def every_call_fails(mode: str, root: str, every_way: bool) -> int:
     try:
         trials = Trials(mode, root)
         numbers, count = itertools.cycle(NUMBERS), 0
-        for rank, calls in enumerate(trials.calls()):
-            for at, way in itertools.product(range(calls), range(len(WAYS))):
-                if way != (rank + at) % len(WAYS) and not every_way:
-                    continue
-                after, lasting = WAYS[way]
-                trials.fresh()
-                disk = FaultyDisk(at, fail(next(numbers)), after=after, lasting=lasting)
-                trials.check(trials.save(disk if trials.rank == rank else FaultyDisk(), 3), lasting)
-                count += 1
+        for rank, at, after, lasting in faults(trials.calls(), 0, every_way):
+            trials.fresh()
+            disk = FaultyDisk(at, fail(next(numbers)), after=after, lasting=lasting)
+            trials.check(trials.save(disk if trials.rank == rank else FaultyDisk(), 3), lasting)
+            count += 1
         return count
     finally:
         os.chdir(before)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("every_way", WAYS_TAKEN)
 @pytest.mark.parametrize(("mode", "least"), [("async", 20), ("hosts", 30), ("url", 20)])
 def test_whatever_call_fails_there_the_latest_loads_and_the_run_goes_on(
-    ranks: Any, tmp_path: Path, mode: str, least: int
+    ranks: Any, tmp_path: Path, mode: str, least: int, every_way: bool
 ) -> None:
-    every_way = os.environ.get("ZEOR_FAULTS") == "all"
-    assert ranks(every_call_fails, 2, mode, str(tmp_path), every_way, timeout=280)[0] >= least
+    count = ranks(every_call_fails, 2, mode, str(tmp_path), every_way, timeout=280)[0]
+    assert count >= least * (len(WAYS) if every_way else 1)

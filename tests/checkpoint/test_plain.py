@@ -50,7 +50,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, float):
         return struct.pack("d", one) == struct.pack("d", other) or (math.isnan(one) and math.isnan(other))
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict):
         return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
     return one == other

@@ -147,7 +147,7 @@ def check_fresh(stage: int, precision: str) -> dict[str, Tensor]:
 def test_loading_over_trained_values_refreshes_the_masters(ranks, tmp_path, stage, precision):
     save_file(loops.net(torch.float32, seed=9).state_dict(), tmp_path / "model.safetensors")
     found, wanted = ranks(check_masters, 2, tmp_path, stage, precision), ranks(check_fresh, 2, stage, precision)
-    for one, other in zip(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
         assert_same(one, other)
 
 

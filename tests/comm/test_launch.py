@@ -247,11 +247,11 @@ def test_no_ranks_are_refused():
 
 def test_a_function_that_cannot_be_sent_is_refused():
     lock = threading.Lock()
+
+    def hold_lock():
+        return lock
+
     with pytest.raises(ValueError, match=r"cannot send .*hold_lock and its arguments to other processes"):
-
-        def hold_lock():
-            return lock
-
         launch(hold_lock)
 
 

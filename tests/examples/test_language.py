@@ -9,6 +9,7 @@ from examples import bert_mlm
 from examples.texts import Windows
 from tests.examples.run_example import run
 
+# `make test` runs each program once; the other way to run it is whole.
 SMALL = ["--limit", "2", "--batch", "4", "--context", "64", "--layers", "2", "--width", "64", "--lr", "5e-3"]
 
 
@@ -17,7 +18,7 @@ LEAN += ["--chunked-loss", "--recompute", "offload"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [[], LEAN], ids=["plain", "lean"])
+@pytest.mark.parametrize("more", [pytest.param([], id="plain", marks=pytest.mark.whole), pytest.param(LEAN, id="lean")])
 def test_gpt_pretraining_lowers_the_held_out_loss(tmp_path, more):
     result = run(tmp_path, "gpt_pretrain", "--steps", "15", *SMALL, *more)
     assert 10.5 < result["loss_before"] < 11.2  # log(50257) = 10.8: it knows nothing
@@ -32,7 +33,7 @@ def test_masked_language_pretraining_lowers_the_held_out_loss(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["full", "lora"])
+@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.whole), "lora"])
 def test_fine_tuning_a_pretrained_llama_lowers_the_held_out_loss(tmp_path, way):
     options = ["--limit", "1", "--steps", "3", "--batch", "2", "--context", "32", "--windows", "8", "--tokens", "2"]
     result = run(tmp_path, "finetune_smollm2", *options, *(["--lora"] if way == "lora" else []))

@@ -11,7 +11,9 @@ from tests.examples.run_example import run
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("ranks_count", [1, 2], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "ranks_count", [pytest.param(1, id="python", marks=pytest.mark.whole), pytest.param(2, id="torchrun")]
+)
 def test_the_mnist_network_learns_at_stage_3(tmp_path, ranks_count):
     batch = str(64 // ranks_count)
     result = run(tmp_path, "mnist_cnn", "--limit", "2000", "--epochs", "1", "--batch", batch, ranks=ranks_count)

@@ -112,7 +112,7 @@ def test_world_1_equals_plain_pytorch(optimizer):
         made.step()
         made.zero_grad()
     with zeor.full_params(sharded):
-        for ours, theirs in zip(sharded.parameters(), expected):
+        for ours, theirs in zip(sharded.parameters(), expected, strict=True):
             torch.testing.assert_close(ours.detach(), theirs, rtol=1e-6, atol=1e-6)
 
 

@@ -24,7 +24,7 @@ def test_a_range_is_its_boxes_end_to_end(shape: tuple[int, ...], data: st.DataOb
     found = [values[box.slices()].reshape(-1) for box in boxes]
     assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    for box, part in zip(boxes, found):
+    for box, part in zip(boxes, found, strict=True):
         assert box.inside(shape) and box.numel == part.numel() and start_of(shape, box) == part[0]
 
 

@@ -41,7 +41,7 @@ def pack(layout: LaneLayout, shapes: Shapes) -> np.ndarray:
     """A lane whose elements are numbered through all parameters; -1 where no parameter is."""
     lane = np.full(layout.numel, -1, dtype=np.int64)
     number = 0
-    for offset, numel in zip(layout.offsets, numels_of(shapes)):
+    for offset, numel in zip(layout.offsets, numels_of(shapes), strict=True):
         assert (lane[offset : offset + numel] == -1).all(), "two parameters overlap"
         lane[offset : offset + numel] = np.arange(number, number + numel)
         number += numel

@@ -292,7 +292,7 @@ def test_a_request_may_wait_for_another_inside_the_pool(folder: DiskFolder, monk
     array.tensor.copy_(torch.arange(NUMEL))
     into = [aligned(NUMEL) for _ in range(4 * files.WORKERS)]
     futures = [folder.workers.submit(array.read, 0, NUMEL, memory) for memory in into]
-    for future, memory in zip(futures, into):
+    for future, memory in zip(futures, into, strict=True):
         future.result(timeout=60)
         assert torch.equal(memory, array.tensor)
 

@@ -39,7 +39,7 @@ def check_metadata(stage: int) -> None:
     plain, reference = loops.net(), dict(loops.net().named_parameters())
     before = list(plain.parameters())
     model, _ = zeor.shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), stage=stage)
-    assert model is plain and all(a is b for a, b in zip(before, model.parameters()))
+    assert model is plain and all(a is b for a, b in zip(before, model.parameters(), strict=True))
     for name, param in model.named_parameters():
         wanted = reference[name]
         assert isinstance(param, nn.Parameter) and isinstance(param, torch.Tensor)
@@ -52,7 +52,7 @@ def check_metadata(stage: int) -> None:
             assert name in repr(param) and str(tuple(wanted.shape)) in repr(param)
         else:
             assert repr(param) == repr(wanted)
-        assert len(param) == len(wanted) if wanted.dim() else True
+        assert wanted.dim() == 0 or len(param) == len(wanted)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.values())
     assert "Linear(in_features=6, out_features=7" in repr(model)
 
@@ -104,7 +104,7 @@ def check_reads_are_values(stage: int) -> None:
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     loops.train(model, optimizer, range(2), loops.own_loss)  # stages 1 and 2: the read waits for the publish
     loops.train(plain, other, range(2))
-    for (name, param), wanted in zip(model.named_parameters(), plain.parameters()):
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param + 0, wanted + 0, **loops.TIGHT, msg=name)
         assert param.sum().item() == pytest.approx(wanted.sum().item(), abs=1e-10)
         assert torch.linalg.vector_norm(param).item() == pytest.approx(wanted.norm().item(), abs=1e-10)

@@ -260,7 +260,7 @@ def test_a_master_that_is_kept_whole_stays_and_counts():
     lanes = [lane for unit in state_of(made).engine.units for lane in unit.lanes]
     assert {lane.rest.tiers.master for lane in lanes} == {"device"} == {lane.master.own.tier for lane in lanes}
     assert {lane.rest.tiers.moments for lane in lanes} == {"device", "host"}
+    few = zeor.Offload(auto=True, device_budget=8 * params, chunk=CHUNK)
+    other = model()
     with pytest.raises(ValueError, match="Compute and gradients alone take"):
-        few = zeor.Offload(auto=True, device_budget=8 * params, chunk=CHUNK)
-        other = model()
         zeor.shard(other, torch.optim.AdamW(other.parameters()), precision="fp16", offload=few)

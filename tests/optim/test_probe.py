@@ -108,7 +108,7 @@ def test_the_users_optimizer_is_not_touched():
     counter = CountingSGD(params)
     probe(counter, torch.device("cpu"), torch.float32)
     assert counter.param_groups[0]["count"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(values, params))
+    assert all(torch.equal(a, b) for a, b in zip(values, params, strict=True))
     assert optimizer.param_groups[0]["params"][0] is params[0]
     now = optimizer.state_dict()
     assert now["param_groups"] == state["param_groups"] and list(now["state"]) == list(state["state"])

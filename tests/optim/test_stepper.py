@@ -198,7 +198,7 @@ def test_an_infinity_on_one_rank_makes_all_ranks_skip(ranks, stage, settings):
     assert first["scales"] == second["scales"] == [1024.0, 512.0, 512.0]
     before, spoiled, after = first["kept"]
     assert torch.equal(before, spoiled) and not torch.equal(spoiled, after)
-    assert all(torch.equal(a, b) for a, b in zip(first["kept"], second["kept"]))
+    assert all(torch.equal(a, b) for a, b in zip(first["kept"], second["kept"], strict=True))
     assert first["dtypes"] == {torch.float32}, "parameters keep their dtype in the user's eyes"
 
 
@@ -207,7 +207,7 @@ def test_an_infinity_on_one_rank_makes_all_ranks_skip(ranks, stage, settings):
 def test_a_finite_scale_changes_nothing(ranks, stage, settings):
     scaled = ranks(scaled_run, 2, stage, 256.0, None, settings)[0]["kept"]
     unscaled = ranks(scaled_run, 2, stage, 1.0, None, settings)[0]["kept"]
-    for a, b in zip(scaled, unscaled):
+    for a, b in zip(scaled, unscaled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)  # fp16's subnormals round differently when scaled
     plain = loops.net(torch.float32)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -305,7 +305,7 @@ def check_there_and_back(stage: int, name: str) -> None:
     loops.train(model, mine, range(2, 4), loops.own_loss)
     back = zeor.unshard(model, mine)
     assert back == (model, mine) and all(type(p) is nn.Parameter for p in model.parameters())
-    assert all(a is b for a, b in zip(params, model.parameters()))
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert not any(name in vars(mine) for name in ("step", "state_dict", "load_state_dict", "add_param_group"))
     assert "_zeor" not in repr(vars(model).keys())
     for param in model.parameters():

@@ -8,8 +8,8 @@ parameters, the losses and the gradient norms, to be compared in bits or within 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeor
+from tests import covering
 
 VOCAB, LENGTH, PER_RANK, MAX_NORM = 13, 5, 2, 0.05
 
@@ -56,36 +57,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def product(**factors: Iterable[Any]) -> list[Setting]:
+def product(**factors: Sequence[Any]) -> list[Setting]:
     """Every combination of the factors given."""
-    return [Setting(**dict(zip(factors, values))) for values in itertools.product(*factors.values())]
+    return [Setting(**row) for row in covering.product(factors)]
+
+
+def triples(**factors: Sequence[Any]) -> list[Setting]:
+    """Few settings that together hold every three values of every three factors."""
+    return [Setting(**row) for row in covering.covering(factors, strength=3)]
 
 
 def pairwise(**factors: Sequence[Any]) -> list[Setting]:
-    """Few settings that together hold every pair of values of every two factors. Greedy: each row starts from
-    a pair not seen yet and takes, factor by factor, the value that adds the most new pairs."""
-    names = list(factors)
-    open_pairs = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
-    rows = []
-    while open_pairs:
-        row = dict(min(open_pairs, key=repr))
-        for name in names:
-            if name not in row:
-                row[name] = max(factors[name], key=lambda value: _new_pairs(row | {name: value}, open_pairs, names))
-        open_pairs -= _pairs(row, names)
-        rows.append(Setting(**row))
-    return rows
-
-
-def _pairs(row: dict[str, Any], names: list[str]) -> set:
-    """The pairs a row holds, in the order of the factors."""
-    return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations([n for n in names if n in row], 2)}
-
-
-def _new_pairs(row: dict[str, Any], open_pairs: set, names: list[str]) -> int:
-    return len(_pairs(row, names) & open_pairs)
+    """Fewer still, that together hold every pair of values of every two factors."""
+    return [Setting(**row) for row in covering.covering(factors, strength=2)]
 
 
 # ---- models
@@ -296,8 +280,9 @@ def largest(got: Run, want: Run) -> float:
         assert got.params[name].shape == value.shape and got.params[name].dtype == value.dtype, name
         if value.numel():
             difference = (got.params[name].double() - value.double()).abs().max()
-            worst = max(worst, float(difference / value.double().abs().max().clamp(min=1.0)))
-    return worst if worst == worst else float("inf")
+            apart = float(difference / value.double().abs().max().clamp(min=1.0))
+            worst = max(worst, math.inf if math.isnan(apart) else apart)  # max(0.0, nan) is 0.0
+    return worst
 
 
 def baseline(setting: Setting) -> Setting:

@@ -67,6 +67,10 @@ def alone(optimizer: str, accumulate: int, max_norm: float | None = None) -> lis
     return [param.detach() for param in model.parameters()]
 
 
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_zeor_equals_zero_by_hand_in_bits_at_every_stage(ranks: Any, world: int, dtype: torch.dtype) -> None:
@@ -75,7 +79,7 @@ def test_zeor_equals_zero_by_hand_in_bits_at_every_stage(ranks: Any, world: int,
         wanted = results[0]["hand 1"]
         for rank, found in enumerate(results):
             for what, params in found.items():
-                assert all(map(torch.equal, params, wanted)), f"{optimizer}, rank {rank}, {what} differs"
+                assert same(params, wanted), f"{optimizer}, rank {rank}, {what} differs"
         if dtype == torch.float64:
             torch.testing.assert_close(wanted, alone(optimizer, accumulate), **loops.TIGHT)
 
@@ -100,7 +104,7 @@ def clipped(stage: int) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_by_hand_is_the_stock_call_in_bits(ranks: Any, stage: int) -> None:
     for hand, zeors in ranks(clipped, 3, stage):
-        assert all(map(torch.equal, hand, zeors))
+        assert same(hand, zeors)
         torch.testing.assert_close(hand, alone("adamw", 2, MAX_NORM), **loops.TIGHT)
 
 
@@ -121,8 +125,11 @@ def test_what_a_rank_keeps_is_the_table_of_stages(ranks: Any) -> None:
         assert sum(found["optimizer state"] for found in results) == 2 * whole  # two moments, nothing twice
 
 
+TORCHRUN = pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"), id="torchrun")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")])
+@pytest.mark.parametrize("launcher", [pytest.param((), id="python", marks=pytest.mark.whole), TORCHRUN])
 def test_the_script_checks_itself(launcher: tuple[str, ...]) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "examples/by_hand.py"]

@@ -1,5 +1,5 @@
 """State that rests elsewhere changes no bit: every tier, format, stage, precision and loop against the run beside it
-whose state is on the device.
+whose state is on the device. `make test` takes every triple of them, `make test-all` every combination.
 
 Formats: exact moments are compared with the run without offload; bf16 and int8 with the same format on the device. How
 far a small format is from exact is in tests/optim/test_moments.py.
@@ -8,9 +8,6 @@ far a small format is from exact is in tests/optim/test_moments.py.
 from __future__ import annotations
 
 import functools
-import itertools
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ import torch.distributed as dist
 
 import zeor
 from tests import tiers
+from tests.covering import BOTH, Row, covering
 from tests.parity.test_release import ALL_RANKS, ONE_RANK, branches_run
 from tests.tiers import CHUNK, LOOPS, adamw, left, made, one_step, run, same
 from zeor import Offload
@@ -50,52 +48,44 @@ def places(stage: int, path: str) -> dict[str, Offload]:
     return found
 
 
-def sample(stage: int, path: str, formats: tuple[str, ...]) -> Iterator[tuple[str, Offload, str, str]]:
-    """Every place with exact moments, every third with others; loops take turns, shifted by one for each format."""
-    for number, moments in enumerate(formats):
-        chosen = list(places(stage, path).items())[number :: 1 if moments == "exact" else 3]
-        for (name, offload), loop in zip(chosen, itertools.cycle(LOOPS[number:] + LOOPS[:number])):
-            yield name, offload, moments, loop
+STAGES, PRECISIONS, FORMATS = (0, 1, 2, 3), (None, "bf16", "fp16"), ("exact", "bf16", "int8")
+FACTORS = {"stage": STAGES, "precision": PRECISIONS, "place": tuple(places(3, "")), "moments": FORMATS, "loop": LOOPS}
 
 
-def everything(stage: int, path: str, formats: tuple[str, ...]) -> Iterator[tuple[str, Offload, str, str]]:
-    for (name, offload), moments, loop in itertools.product(places(stage, path).items(), formats, LOOPS):
-        yield name, offload, moments, loop
+def is_there(row: Row) -> bool:
+    """Whether a stage has such a place."""
+    return row["place"] in places(row["stage"], "")
 
 
-def check_places(path: str, stage: int, precision: str | None, formats: tuple[str, ...], every: bool = False) -> int:
-    count = 0
+def check_places(path: str, rows: list[Row]) -> int:
+    """Every row against the run on the device that is the same otherwise."""
     wanted: dict[Any, Any] = {}
-    for name, offload, moments, loop in (everything if every else sample)(stage, path, formats):
-        options = {"stage": stage, "precision": precision, "moments": moments, "loop": loop, "steps": 2}
-        if (moments, loop) not in wanted:
-            wanted[moments, loop] = run(**options)
-        same(run(offload=offload, **options), wanted[moments, loop], (name, options))
-        count += 1
-    return count
-
-
-# ZEOR_EVERY_PLACE=1 takes every place, format and loop at every stage and precision: some minutes.
-EVERY = bool(os.environ.get("ZEOR_EVERY_PLACE"))
-PAIRS = [(0, None), (0, "fp16"), (1, "bf16"), (2, None), (2, "bf16"), (3, None), (3, "bf16"), (3, "fp16")]
-if EVERY:
-    PAIRS = list(itertools.product(range(4), (None, "bf16", "fp16")))
+    for row in rows:
+        options = {**row, "steps": 2}
+        offload = places(row["stage"], path)[options.pop("place")]
+        key = tuple(options.values())
+        if key not in wanted:
+            wanted[key] = run(**options)
+        same(run(offload=offload, **options), wanted[key], row)
+    return len(rows)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "precision"), PAIRS)
-def test_state_at_rest_elsewhere_changes_no_bit(ranks, tmp_path, stage, precision):
-    formats, count = ("exact", "bf16", "int8"), {0: 6, 1: 6, 2: 9, 3: 12}[stage]
-    found = ranks(check_places, 2, str(tmp_path), stage, precision, formats, EVERY, timeout=600)
-    assert found == [count * 3 * len(LOOPS) if EVERY else count + 2 * (count // 3)] * 2
+@pytest.mark.parametrize("select", BOTH)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_at_rest_elsewhere_changes_no_bit(ranks, tmp_path, stage, precision, select):
+    chosen = select(FACTORS, allowed=is_there)
+    rows = [row for row in chosen if (row["stage"], row["precision"]) == (stage, precision)]
+    assert {row["place"] for row in rows} == set(places(stage, ""))
+    assert ranks(check_places, 2, str(tmp_path), rows, timeout=280) == [len(rows)] * 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("world", "formats", "count"), [(1, ("exact", "int8"), 16), (3, ("exact",), 12), (4, ("int8",), 4)]
-)
-def test_nor_at_other_worlds(ranks, tmp_path, world, formats, count):
-    assert ranks(check_places, world, str(tmp_path), 3, "bf16", formats) == [count] * world
+@pytest.mark.parametrize(("world", "formats"), [(1, ("exact", "int8")), (3, ("exact",)), (4, ("int8",))])
+def test_nor_at_other_worlds(ranks, tmp_path, world, formats):
+    rows = covering({**FACTORS, "stage": (3,), "precision": ("bf16",), "moments": formats}, strength=1)
+    assert ranks(check_places, world, str(tmp_path), rows) == [len(rows)] * world
 
 
 def check_on_host(stage: int) -> int:
@@ -183,7 +173,7 @@ def skipped_run(**options: Any) -> dict[str, Any]:
 def check_skipped(path: str) -> None:
     for stage in (1, 2, 3):
         wanted = skipped_run(stage=stage)
-        assert all(int(value) == 3 for name, value in wanted.items() if "'step'" in name), "one of four was skipped"
+        assert {int(value) for name, value in wanted.items() if "'step'" in name} == {3}, "one of four was skipped"
         grads = "disk" if stage >= 2 else "device"
         for offload in (Offload(chunk=CHUNK), Offload("disk", "host", grads, folder=path, chunk=CHUNK)):
             same(skipped_run(stage=stage, offload=offload), wanted, (stage, offload))

@@ -1,8 +1,8 @@
 """At equal world size stages 0 to 3, with overlap and without, give the same bits.
 
-Every setting is compared with stage 0 without overlap, in parameters, losses and gradient norms. The full
-product of the factors runs at world size 2, a pairwise selection at 1, 3 and 4. A test sends many settings to
-the ranks at once: making a model costs less than making process groups.
+Every setting is compared with stage 0 without overlap, in parameters, losses and gradient norms. Every triple of the
+factors runs at world size 2 (`make test-all`: the full product), every pair at 1, 3 and 4. A test sends many settings
+to the ranks at once: making a model costs less than making process groups.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.parity.models import (
     same_bits,
     steps,
     train,
+    triples,
 )
 
 
@@ -61,6 +62,12 @@ def check(ranks: Callable, world: int, settings: list[Setting]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("precision", FACTORS["precision"])
+def test_triples_at_world_2(ranks, precision):
+    check(ranks, 2, [setting for setting in triples(**FACTORS) if setting.precision == precision])
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("precision", FACTORS["precision"])
 @pytest.mark.parametrize("checkpoint", FACTORS["checkpoint"])
 @pytest.mark.parametrize("optimizer", FACTORS["optimizer"])

@@ -196,7 +196,7 @@ def retained_activations() -> None:
         torch.manual_seed(3)
         model = Net().double()
         zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
-        for got, want in zip(_grads_of_activations(model, x, y), wanted):
+        for got, want in zip(_grads_of_activations(model, x, y), wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
@@ -269,7 +269,7 @@ def grad_of_parameters() -> None:
             torch.autograd.grad(loss, list(model.parameters()))
         with zeor.full_params(model):
             grads = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
-            assert all(g.shape == p.shape for g, p in zip(grads, model.parameters()))
+            assert all(g.shape == p.shape for g, p in zip(grads, model.parameters(), strict=True))
         loss.backward()
         assert all(p.grad is not None for p in model.parameters())
 

@@ -168,7 +168,7 @@ def test_a_recurrent_net_keeps_its_own_list_of_weights() -> None:
     own = list(model._flat_weights)
     found = traced(model, torch.zeros(5, 4, 8))
     assert {id(param) for param in found.arrived} == {id(param) for param in model.parameters()}
-    assert all(after is before for after, before in zip(model._flat_weights, own))
+    assert all(after is before for after, before in zip(model._flat_weights, own, strict=True))
     assert all(param.grad is None for param in model.parameters())
 
 

@@ -335,10 +335,14 @@ def alone_at_stage_3(together_before: bool) -> str:
     loops.train(model, optimizer, range(2), loops.own_loss)
     if together_before:
         evaluate(model)
-    with pytest.raises(RuntimeError) as caught:
+
+    def go_on() -> None:
         if dist.get_rank() == 0:
             evaluate(model)
         loops.train(model, optimizer, range(2, 6), loops.own_loss)
+
+    with pytest.raises(RuntimeError) as caught:
+        go_on()
     return str(caught.value)
 
 

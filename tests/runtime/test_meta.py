@@ -445,7 +445,7 @@ def check_transformers(stage: int) -> dict[str, Tensor]:
     zeor.init_parameters(model, seed=2)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     eager = LlamaForCausalLM(config)
-    for (name, found), (_, wanted) in zip(model.named_buffers(), eager.named_buffers()):
+    for (name, found), (_, wanted) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
         assert torch.equal(found, wanted), name
     tokens = torch.arange(12).view(2, 6)
     assert model(input_ids=tokens, labels=tokens).loss.isfinite()

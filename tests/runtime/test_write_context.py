@@ -22,7 +22,7 @@ def check_sizes(stage: int) -> None:
     plain, model = loops.net(), zeor.shard(loops.net(), stage=stage)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
     assert sum(p.nelement() * p.element_size() for p in model.parameters()) == 254 * 8
-    for (name, mine), (_, theirs) in zip(model.named_parameters(), plain.named_parameters()):
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert mine.shape == theirs.shape and mine.size() == theirs.size() and mine.dim() == theirs.dim(), name
         assert str(tuple(theirs.shape)) in repr(mine) and name in repr(mine)
     assert repr(model) == repr(plain)
