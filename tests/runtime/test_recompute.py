@@ -186,7 +186,7 @@ def test_a_class_the_model_does_not_have_is_refused_before_anything_is_sharded()
 
 def kept_nbytes(model, x, called=None):
     """Bytes that autograd holds on the device between forward and backward, parameters left out."""
-    params = {id(slot.full) for slot in vars(model)["_zeor_sharded"].engine.slots}
+    params = {id(slot.param) for slot in vars(model)["_zeor_sharded"].engine.slots}
     found: dict[int, int] = {}
 
     def pack(tensor):

@@ -282,7 +282,7 @@ class Load:
 
     def _put_parameter(self, slot: Slot, segment: Segment, values: Tensor) -> None:
         slot.lane.store_part(segment.offset, values)
-        self.run.engine.unfilled.slots.pop(slot, None)
+        self.run.engine.unfilled.fill(slot)
 
     def _put_pieces(self) -> None:
         for number, pieces in self._pieces.items():

@@ -84,7 +84,7 @@ def _load(model: nn.Module, engine: Engine | None, path: Path, strict: bool, ren
     _agree(mesh, problem, "exchange about loaded files")
     if engine is not None:
         for slot in _entries_by_slot(engine, found):
-            engine.unfilled.slots.pop(slot, None)
+            engine.unfilled.fill(slot)
     if rename is None:
         remember(model, held, known)
     return Loaded(found.missing, found.unexpected)

@@ -120,7 +120,9 @@ class Engine:
             take_grad(slot.param)
             if not self.plain:
                 slot.bind()
-        lane.adopt([slot.param for slot in slots], [] if self.plain else [classes_of(slot.kind) for slot in slots])
+        params, members = [slot.param for slot in slots], list(slots)
+        blank = (lambda index: members[index].blank) if any(slot.blank for slot in slots) else None
+        lane.adopt(params, [] if self.plain else [classes_of(slot.kind) for slot in slots], blank)
 
     def ready(self) -> None:
         """All units are there: plan the step."""

@@ -107,6 +107,8 @@ class Shown:
         written = [slot.name for slot, value in self.values.items() if sum_of_bits(value) != self._sums[slot]]
         for slot in self.values:
             slot.bind_again()
+            for module, attr in slot.owners:
+                module._parameters[attr] = slot.param  # something else may have been put there, and was refused
         for lane in dict.fromkeys(slot.lane for slot in self.values):
             lane.dress()
             lane.changed()  # graphs that were made with the plain values are stale

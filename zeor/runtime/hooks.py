@@ -399,15 +399,16 @@ def _aliased(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     but the moment of freeing hangs on an alias, so what is in a list, a dict or an object is handed on as it is: the
     object is the caller's, and the unit may put something in."""
     aliases: dict[int, Tensor] = {}
+    return _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
 
-    def alias(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(alias, value))
-        if type(value) is not Tensor or value.layout is not torch.strided or not value.requires_grad:
-            return value
-        return aliases.setdefault(id(value), value.view_as(value))
 
-    return alias(args), {name: alias(value) for name, value in kwargs.items()}
+def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
+    # No inner function: one that calls itself holds itself, and the tensors with it, until Python's collector comes.
+    if type(value) is tuple:
+        return tuple(_alias(item, aliases) for item in value)
+    if type(value) is not Tensor or value.layout is not torch.strided or not value.requires_grad:
+        return value
+    return aliases.setdefault(id(value), value.view_as(value))
 
 
 def _readable(output: Any) -> Any:

@@ -198,7 +198,7 @@ class _Run:
 
     def finish(self) -> None:
         for slot in self.wanted:
-            self.engine.unfilled.slots.pop(slot, None)
+            self.engine.unfilled.fill(slot)
         for place in self.buffers:
             value = place.value
             if value is not None:

@@ -38,7 +38,7 @@ then has a compute of its own beside the lane's. `catch_up()` copies it over, at
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +104,15 @@ class Lane:
 
     # ---- parameters
 
-    def adopt(self, params: Sequence[nn.Parameter], classes: Sequence[tuple[type, type]]) -> None:
+    def adopt(
+        self,
+        params: Sequence[nn.Parameter],
+        classes: Sequence[tuple[type, type]],
+        blank: Callable[[int], bool] | None = None,
+    ) -> None:
         """The user's parameters lie over this lane from now on, with its values. `classes` is empty for parameters
-        that stay plain."""
+        that stay plain; `blank` tells of those that have no values yet."""
+        self._blank = blank
         for param, part in zip(params, self.parts):
             parameters.lay(param, part)
         self.params, self._classes = list(params), list(classes)
@@ -122,6 +128,10 @@ class Lane:
         """Each parameter in the class that says where its bytes are."""
         for param, (whole, away) in zip(self.params, self._classes):
             param.__class__ = whole if self.shown else away
+        if self._blank is not None and self.shown:
+            for index, (_, away) in enumerate(self._classes):
+                if self._blank(index):
+                    self.params[index].__class__ = away
 
     def show(self) -> None:
         if not self.shown:

@@ -85,6 +85,12 @@ class Unfilled:
                     "`with zeor.on_meta():`, which keeps buffers real, or assign it a value."
                 )
 
+    def fill(self, slot: Slot) -> None:
+        """It has values from now on."""
+        if slot in self.slots:
+            del self.slots[slot]
+            slot.lane.dress()  # it may be read now
+
     def check_slot(self, slot: Slot) -> None:
         if slot in self.slots:
             raise RuntimeError(sentence(slot.name))

@@ -61,6 +61,9 @@ class Slot(Held):
             # Kept as the very dictionary, so that the user's handles still remove them.
             self._after_grad, self.param._post_accumulate_grad_hooks = hooks, OrderedDict()
         vars(self.param)[parameters.ATTRIBUTE] = self
+        for module, _ in self.owners:
+            if isinstance(module, nn.RNNBase):  # its weak references would forbid to give a meta parameter memory
+                module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
     def unbind(self, value: Tensor) -> None:
         """A plain parameter with this value, for a while or for good."""
@@ -84,6 +87,11 @@ class Slot(Held):
         """What autograd accumulates is the engine's: not where another reduces it, nor while the parameter is shown as
         a plain one."""
         return (self.engine.plain and not self.engine.is_given) or self.bound
+
+    @property
+    def blank(self) -> bool:
+        """It has no values yet: see meta.py."""
+        return self in self.engine.unfilled.slots
 
     @property
     def bound(self) -> bool:
@@ -147,7 +155,7 @@ class Slot(Held):
         """The same, of a plain tensor of the parameter's own shape."""
         self.engine.refuse_if_borrowed(f"Parameter {self.name!r} was written")
         self.lane.store(self.index, value)
-        self.engine.unfilled.slots.pop(self, None)
+        self.engine.unfilled.fill(self)
 
     def set_requires_grad(self, flag: bool) -> None:
         """See Note [Freezing and unfreezing] in freezing.py."""
