@@ -60,8 +60,7 @@ class Sharded:
 
     @property
     def requires_grad(self) -> bool:
-        with _native():
-            return _flag.__get__(self)
+        return _flag.__get__(self)  # type: ignore[no-any-return]
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
@@ -191,9 +190,15 @@ def classes_of(kind: type) -> tuple[type, type]:
 
 def take_grad(param: nn.Parameter) -> Tensor | None:
     """What autograd has accumulated; its slot is empty afterwards."""
-    with _native():
-        grad = autograd_grad.__get__(param)
-        autograd_grad.__set__(param, None)
+    if isinstance(param, Away):
+        with _native():
+            return _take_grad(param)
+    return _take_grad(param)
+
+
+def _take_grad(param: nn.Parameter) -> Tensor | None:
+    grad = autograd_grad.__get__(param)
+    autograd_grad.__set__(param, None)
     return grad  # type: ignore[no-any-return]
 
 

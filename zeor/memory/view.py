@@ -104,14 +104,14 @@ class View(torch.Tensor):
     _device: torch.device
 
     @staticmethod
-    def __new__(cls, like: Tensor, held: Held, of_grad: bool) -> View:
+    def __new__(cls, like: Tensor, held: Held, of_grad: bool, dtype: torch.dtype | None = None) -> View:
         # To C++ a parameter's values are on the meta device: `other.data = view`, which asks no Python, is refused.
         place = like.device if of_grad else torch.device("meta")
-        view = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=place)
+        view = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype or like.dtype, device=place)
         view._held, view._of_grad, view._device = held, of_grad, like.device
         return view
 
-    def __init__(self, like: Tensor, held: Held, of_grad: bool):
+    def __init__(self, like: Tensor, held: Held, of_grad: bool, dtype: torch.dtype | None = None):
         pass
 
     def value(self) -> Tensor:

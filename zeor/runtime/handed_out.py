@@ -30,11 +30,13 @@ class HandedOut:
         self._out.setdefault(slot, []).append((ref, grad._version))
         return grad
 
-    @torch.no_grad()
     def heed(self) -> None:
         """Before gradients are used."""
-        if not self._out:
-            return
+        if self._out:
+            self._take_over()
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
         out, self._out = self._out, {}
         for slot, given in out.items():
             for ref, version in given:

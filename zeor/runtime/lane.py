@@ -152,14 +152,15 @@ class Lane:
         torch.autograd.graph.increment_version(chosen)
         self.note_versions()
 
-    @torch.no_grad()
     def keep_writes(self) -> None:
         """What the user wrote into parameters goes to slice and master: see Note [Written by the user]."""
-        if not self.shown or not self._versions:
-            return
-        written = [i for i, param in enumerate(self.params) if param._version != self._versions[i]]
-        if not written:
-            return
+        if self.shown:
+            written = [i for i, (param, seen) in enumerate(zip(self.params, self._versions)) if param._version != seen]
+            if written:
+                self._take_over(written)
+
+    @torch.no_grad()
+    def _take_over(self, written: Sequence[int]) -> None:
         self.note_versions()
         if self.frees:
             self._carry(written, self.mine)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 
 from zeor.memory import param as parameters
@@ -189,12 +190,22 @@ class Slot(Held):
 
     def grad_view(self) -> View:
         if self._grad_view is None:
-            self._grad_view = View(self.param, self, of_grad=True)
+            self._grad_view = View(self.param, self, True, self._grad_dtype)
         return self._grad_view
+
+    @property
+    def _grad_dtype(self) -> torch.dtype:
+        """The parameter's, as everywhere in torch; fp32 under fp16, whose gradients GradScaler refuses to unscale."""
+        return torch.float32 if self.param.dtype == torch.float16 else self.param.dtype
 
     def get_grad(self) -> Tensor | None:
         grads = self.lane.grads
-        return self.grad_view() if grads is not None and grads.has[self.index] else None
+        if grads is None or not grads.has[self.index]:
+            return None
+        view = self.grad_view()
+        if view.dtype != self.param.dtype and TracingContext.try_get() is not None:
+            return None  # torch.compile looks at a parameter's gradient, and wants one of the same dtype
+        return view
 
     def set_grad(self, value: Tensor | None) -> None:
         grads = self.lane.grads
@@ -243,12 +254,12 @@ class Slot(Held):
             )
         grads.apply_scales()
         local = grads.local(self.index).view(self.shape)
-        given = local.to(self.param.dtype)
+        given = local.to(self._grad_dtype)
         return self.engine.handed_out.give(self, given, is_copy=given is not local)
 
     def gather_grad(self) -> Tensor:
         self.engine.announce(events.GRADS, lambda: self.engine.slots.index(self))
-        return self.lane.gather_grads()[self.index].view(self.shape).to(self.param.dtype)
+        return self.lane.gather_grads()[self.index].view(self.shape).to(self._grad_dtype)
 
     def norm(self, ord: float) -> Tensor:
         return self.engine.norms.of_grad(self, ord)
