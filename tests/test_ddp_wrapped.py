@@ -331,7 +331,19 @@ def inner_of_ddp() -> str:
 
 def test_the_module_inside_a_ddp_gets_a_sentence(ranks):
     for text in ranks(inner_of_ddp, 2):
-        assert "a DistributedDataParallel around it" in text
+        assert "inside a DistributedDataParallel" in text and "stage=0" in text
+
+
+def ddp_of_sharded() -> str:
+    model = zeor.shard(loops.net(), stage=1)
+    with pytest.raises(RuntimeError) as caught:
+        loops.own_loss(DDP(model), 0)
+    return str(caught.value)
+
+
+def test_a_ddp_around_a_sharded_model_is_told_to_go(ranks):
+    for text in ranks(ddp_of_sharded, 2):
+        assert "data-parallel already" in text and "drop DistributedDataParallel" in text
 
 
 def drop_in_over_dtensors() -> str:

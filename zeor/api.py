@@ -27,7 +27,7 @@ from zeor.plan import Plan
 from zeor.planner.bytes import predict
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
-from zeor.runtime import events, full, meta, module_buffers
+from zeor.runtime import events, full, given, meta, module_buffers
 from zeor.runtime.chunked_loss import chunked_cross_entropy
 from zeor.runtime.compiled import compile_in_place, unwrapped
 from zeor.runtime.discover import find_units
@@ -107,6 +107,11 @@ def shard(
     ensure_process_group(place, plan.timeout)
     the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
     check_model(model, the_mesh.world)
+    if the_mesh.world > 1 and given.around(model.parameters()):
+        raise RuntimeError(
+            "The model is inside a DistributedDataParallel, which would reduce every gradient a second time; delete "
+            "that and give zeor.shard the module alone (stage=0 does what DDP does)."
+        )
     engine = _build(model, plan, the_mesh, units, optimizers)
     state = Sharded(engine, Hooks(engine, entries))
     vars(model)[_ATTRIBUTE] = state

@@ -258,7 +258,6 @@ def memory_is_given_back() -> None:
         assert not [unit.name for unit in engine.units if unit.present], f"after an evaluation of step {step}"
     gathers = zeor.traffic(model)
     model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
-    assert engine.passes.outside.known == {i for i, u in enumerate(engine.units) if u.name in ("layers.1", "layers.2")}
     assert gathers != zeor.traffic(model)
 
 

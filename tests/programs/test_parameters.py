@@ -54,11 +54,14 @@ def batch(rank: int) -> Tensor:
     return torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 7))
 
 
-def plain_grads(prepare: Callable[[Net], Any], loss: Callable[[Net, Tensor], Tensor]) -> dict[str, Tensor]:
+Prepare, Loss, Build = Callable[[Net], Any], Callable[[Net, Tensor], Tensor], Callable[[], Net]
+
+
+def plain_grads(prepare: Prepare, loss: Loss, build: Build = net) -> dict[str, Tensor]:
     """The mean over ranks of each rank's gradients, in one process."""
     world, total = dist.get_world_size(), {}
     for rank in range(world):
-        model = net()
+        model = build()
         prepare(model)
         loss(model, batch(rank)).backward()
         for name, param in model.named_parameters():
@@ -67,10 +70,10 @@ def plain_grads(prepare: Callable[[Net], Any], loss: Callable[[Net, Tensor], Ten
     return total
 
 
-def compare(stage: int, prepare: Callable[[Net], Any], loss: Callable[[Net, Tensor], Tensor]) -> None:
+def compare(stage: int, prepare: Prepare, loss: Loss, build: Build = net) -> None:
     """Gradients under zeor equal plain ones."""
-    wanted = plain_grads(prepare, loss)
-    model = net()
+    wanted = plain_grads(prepare, loss, build)
+    model = build()
     prepare(model)
     zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     loss(model, batch(dist.get_rank())).backward()
@@ -447,6 +450,30 @@ def check_dtypes(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_has_the_dtype_that_it_computes_in(ranks, stage):
     ranks(check_dtypes, 2, stage)
+
+
+# ---- 27: the root's parameters in the user's loss
+
+
+class Clip(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+
+
+def check_scale(stage: int) -> None:
+    """`model.logit_scale.exp()` after model(...): what the root holds stays until backward is over."""
+
+    def build() -> Net:
+        torch.manual_seed(0)
+        return Clip().double()
+
+    compare(stage, lambda model: None, lambda model, x: (model(x) * model.logit_scale.exp()).square().mean(), build)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_roots_parameters_can_be_read_in_the_users_loss(ranks, stage):
+    ranks(check_scale, 2, stage)
 
 
 # ---- 19, 21, 22: ordinary calls

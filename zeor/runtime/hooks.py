@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeor.memory.device import autocast_on
@@ -278,6 +279,8 @@ class Hooks:
                 f"Unit {unit.name!r} was called inside a transform of torch.func (grad, vmap, jacrev, ...), where "
                 "ranks cannot exchange parameters; use `with zeor.full_params(model):` around it, or torch.autograd."
             )
+        if unit.is_root and DistributedDataParallel._active_ddp_module is not None:
+            self._refuse_ddp()
         if unit.is_root:
             self._calls.clear()  # an earlier forward may have raised half-way
             self._casts.clear()
@@ -338,6 +341,14 @@ class Hooks:
         casts = Casts(compute)
         self._casts.append(casts)
         return casts.cast(args), casts.cast(kwargs)
+
+    def _refuse_ddp(self) -> None:
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is not None and wrapper.module is self._model:
+            raise RuntimeError(
+                "The model is sharded by zeor and wrapped in DistributedDataParallel: it is data-parallel already, and "
+                "gradients would be reduced twice; drop DistributedDataParallel."
+            )
 
     def _warn_autocast(self) -> None:
         engine = self._engine
