@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 MODES = ("shared", "async", "hosts", "url", "direct")
-FEW, ALL = 5, 240  # kills; a save has at most 72 calls on both ranks, each with a before and an after
+FEW, ALL = 8, 240  # kills; a save has at most 72 calls on both ranks, each with a before and an after
 COUNTS = [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.whole)]
 
 
