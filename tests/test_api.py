@@ -635,7 +635,7 @@ def check_flat_memory(stage: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.whole), 3])
 def test_500_steps_with_flat_memory(ranks, stage):
     ranks(check_flat_memory, 2, stage)
 

@@ -56,7 +56,7 @@ WORLD, KEEP = 2, 2
 SAVES = 4  # of a life
 LAST_STEP = 40  # a run that came so far begins anew, in another folder
 TIMEOUT = 10.0  # of the ranks' exchanges
-LIFE_SECONDS = 60.0  # no process may live longer: it would hang
+LIFE_SECONDS = 60.0  # no process of a life of SAVES steps may live longer: it would hang
 ENDED, RAISED = 0, 3  # exit codes
 
 
@@ -213,10 +213,12 @@ def start(rank: int, *args: Any) -> tuple[int, Connection]:
 # ---- the parent
 
 
-def live(where: Where, store: str, kill: Kill | None, steps: int) -> tuple[Life, list[Any]]:
+def live(
+    where: Where, store: str, kill: Kill | None, steps: int, seconds: float = LIFE_SECONDS
+) -> tuple[Life, list[Any]]:
     """Both ranks, until both are gone."""
     ranks = [start(rank, where, store, kill, steps) for rank in range(WORLD)]
-    deadline = time.monotonic() + LIFE_SECONDS
+    deadline = time.monotonic() + seconds
     told: list[Any] = []
     if kill is not None and kill.call is None:
         for _, conn in ranks:
@@ -283,7 +285,8 @@ def main(root: Path, count: int, seed: int, mode: str = "shared") -> dict[str, A
     gc.freeze()
     assert threading.active_count() == 1  # a process that forks has no others
     stores = (str(root / f"store-{number}") for number in itertools.count())
-    _, told = live(Where(mode, root / "whole"), next(stores), None, LAST_STEP + 2 * SAVES)
+    # Many times the steps of other lives, so it may take that much longer.
+    _, told = live(Where(mode, root / "whole"), next(stores), None, LAST_STEP + 2 * SAVES, seconds=5 * LIFE_SECONDS)
     truth = {step: digest for word, step, digest, *_ in told if word in ("saved", "loaded")}
     assert len(truth) == LAST_STEP + 2 * SAVES + 1, told[-2:]
     times = sorted(each[3] for each in told)

@@ -266,7 +266,7 @@ def export_llama(root: str, tie: bool) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("tie", [pytest.param(False, marks=pytest.mark.whole), True])
 def test_transformers_loads_it_in_a_process_without_zeor(ranks, tmp_path: Path, tie: bool) -> None:
     expected = ranks(export_llama, 2, str(tmp_path), tie)[0]
     assert json.loads((tmp_path / "live" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

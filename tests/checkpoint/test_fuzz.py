@@ -30,6 +30,8 @@ from zeor.runtime.sharded import state_of
 
 PARSED, RAW, SIGNED, DAMAGED, HEADERS = 7000, 300, 1500, 400, 900
 assert PARSED + RAW + SIGNED + DAMAGED + HEADERS >= 10_000
+# `make test` takes a fifth of them.
+SHARES = [pytest.param(5, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.whole)]
 MOST_GROWTH_NBYTES = 256 << 20
 
 
@@ -173,10 +175,12 @@ def parse(data: bytes) -> manifests.Manifest | None:
 
 
 @pytest.mark.long
-def test_manifests_damaged_or_made_with_intent_parse_or_are_refused(target: Target) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_manifests_damaged_or_made_with_intent_parse_or_are_refused(target: Target, share: int) -> None:
+    count = PARSED // share
     source, where = random.Random(1), list(places(target.body))
     plain, passed = target.files[manifests.NAME], 0
-    for number in range(PARSED):
+    for number in range(count):
         if number % 5 == 0:
             assert parse(mutated_bytes(plain, source)) is None
             continue
@@ -188,23 +192,27 @@ def test_manifests_damaged_or_made_with_intent_parse_or_are_refused(target: Targ
             passed += 1
             held = sum(file.nbytes for file in found.files)
             assert sum(tensor.nbytes for tensor in found.tensors) <= held
-    assert 0 < passed < PARSED // 2
+    assert 0 < passed < count // 2
 
 
 @pytest.mark.long
-def test_a_manifest_changed_in_any_byte_is_refused_by_load(target: Target) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_a_manifest_changed_in_any_byte_is_refused_by_load(target: Target, share: int) -> None:
+    count = RAW // share
     source = random.Random(2)
-    for _ in range(RAW):
+    for _ in range(count):
         target.put(manifest__json=mutated_bytes(target.files[manifests.NAME], source))
         assert target.attempt() is None
     target.restore()
 
 
 @pytest.mark.long
-def test_a_manifest_made_with_intent_is_refused_or_loads_the_same_tensors(target: Target) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_a_manifest_made_with_intent_is_refused_or_loads_the_same_tensors(target: Target, share: int) -> None:
+    count = SIGNED // share
     source, where = random.Random(3), list(places(target.body))
     target.refused = target.loaded = 0
-    for _ in range(SIGNED):
+    for _ in range(count):
         body, path = mutated_tree(target.body, source, where)
         target.put(manifest__json=signed(body))
         found = target.attempt()
@@ -216,14 +224,16 @@ def test_a_manifest_made_with_intent_is_refused_or_loads_the_same_tensors(target
             elif "exp_avg" in key and isinstance(found.get(key), Tensor) and path[0] != "state":
                 assert torch.equal(found[key], value), (key, path)
         target.restore()
-    assert target.refused > SIGNED // 4 and target.loaded > SIGNED // 20
+    assert target.refused > count // 4 and target.loaded > count // 20
 
 
 @pytest.mark.long
-def test_a_file_changed_in_any_byte_is_refused(target: Target) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_a_file_changed_in_any_byte_is_refused(target: Target, share: int) -> None:
+    count = DAMAGED // share
     source = random.Random(4)
     names = [name for name in target.files if name.endswith(".safetensors")]
-    for _ in range(DAMAGED):
+    for _ in range(count):
         name = source.choice(names)
         target.put(**{name.replace(".", "__"): mutated_bytes(target.files[name], source)})
         assert target.attempt() is None
@@ -243,10 +253,12 @@ def what_files_say(target: Target, body: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.long
-def test_headers_made_with_intent_are_refused_or_mean_what_safetensors_reads(target: Target) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_headers_made_with_intent_are_refused_or_mean_what_safetensors_reads(target: Target, share: int) -> None:
+    count = HEADERS // share
     source = random.Random(5)
     target.refused = target.loaded = 0
-    for _ in range(HEADERS):
+    for _ in range(count):
         number = source.randrange(len(target.body["files"]))
         name = target.body["files"][number]["name"]
         data = target.files[name]
@@ -266,7 +278,7 @@ def test_headers_made_with_intent_are_refused_or_mean_what_safetensors_reads(tar
             for key, value in what_files_say(target, body).items():
                 assert torch.equal(found[key], value), key
             target.restore()
-    assert target.refused > HEADERS // 2
+    assert target.refused > count // 2
 
 
 # ---- by name

@@ -144,7 +144,7 @@ def end(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("all_ranks", [True, False])
+@pytest.mark.parametrize("all_ranks", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_sigterm_under_torchrun_saves_and_exits_with_zero(tmp_path: Path, all_ranks: bool) -> None:
     process = start(tmp_path, "300", "free", ranks=2)
     rank = first_steps(process)

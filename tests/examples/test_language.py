@@ -9,7 +9,7 @@ from examples import bert_mlm
 from examples.texts import Windows
 from tests.examples.run_example import run
 
-# `make test` runs each program once; the other way to run it is whole.
+# `make test` runs one program, in its richest setting; the others are whole.
 SMALL = ["--limit", "2", "--batch", "4", "--context", "64", "--layers", "2", "--width", "64", "--lr", "5e-3"]
 
 
@@ -25,15 +25,15 @@ def test_gpt_pretraining_lowers_the_held_out_loss(tmp_path, more):
     assert result["loss"] < result["loss_before"] - 1.5
 
 
-@pytest.mark.long
+@pytest.mark.whole
 def test_masked_language_pretraining_lowers_the_held_out_loss(tmp_path):
     result = run(tmp_path, "bert_mlm", "--steps", "12", "--accumulate", "2", *SMALL)
     assert 10.0 < result["loss_before"] < 10.7  # log(30522) = 10.3
     assert result["loss"] < result["loss_before"] - 1.5
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.whole), "lora"])
+@pytest.mark.whole
+@pytest.mark.parametrize("way", ["full", "lora"])
 def test_fine_tuning_a_pretrained_llama_lowers_the_held_out_loss(tmp_path, way):
     options = ["--limit", "1", "--steps", "3", "--batch", "2", "--context", "32", "--windows", "8", "--tokens", "2"]
     result = run(tmp_path, "finetune_smollm2", *options, *(["--lora"] if way == "lora" else []))

@@ -114,7 +114,7 @@ def test_sparse_adam_is_refused_with_a_way_out() -> None:
 # ---- the program
 
 
-@pytest.mark.long
+@pytest.mark.whole
 def test_the_program_beats_popularity_on_two_ranks(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

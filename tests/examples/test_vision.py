@@ -20,11 +20,13 @@ def test_the_mnist_network_learns_at_stage_3(tmp_path, ranks_count):
     assert result["stage"] == 3 and result["accuracy"] > 0.7
 
 
+@pytest.mark.whole
 def test_resnet18_learns_cifar10_with_the_drop_in_optimizer(tmp_path):
     options = ["--stem", "imagenet", "--limit", "1000", "--epochs", "2", "--batch", "16", "--lr", "0.02"]
     assert run(tmp_path, "cifar_resnet", *options)["accuracy"] > 0.16  # by chance 0.10; one deviation is 0.01
 
 
+@pytest.mark.whole
 def test_a_student_learns_from_a_frozen_sharded_teacher(tmp_path):
     options = ["--teacher-steps", "60", "--student-steps", "60", "--pictures", "1000", "--seeds", "1", "--batch", "32"]
     result = run(tmp_path, "distill", *options)

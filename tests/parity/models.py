@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,6 +71,24 @@ def triples(**factors: Sequence[Any]) -> list[Setting]:
 def pairwise(**factors: Sequence[Any]) -> list[Setting]:
     """Fewer still, that together hold every pair of values of every two factors."""
     return [Setting(**row) for row in covering.covering(factors, strength=2)]
+
+
+def pairs_here(world: int, worlds: Sequence[int], **factors: Sequence[Any]) -> list[Setting]:
+    """This world's share of settings that hold every pair, where the world itself is one of the factors."""
+    rows = covering.covering({"world": worlds, **factors}, strength=2)
+    return [Setting(**{name: row[name] for name in factors}) for row in rows if row["world"] == world]
+
+
+def pairs_everywhere(world: int, worlds: Sequence[int], **factors: Sequence[Any]) -> list[Setting]:
+    """Every pair of the factors at each world."""
+    return pairwise(**factors)
+
+
+# For @pytest.mark.parametrize("select", SELECTIONS): what `make test` takes, and what `make test-all` takes beside it.
+SELECTIONS = [
+    pytest.param(pairs_here, id="pairs"),
+    pytest.param(pairs_everywhere, id="pairs at each world", marks=pytest.mark.whole),
+]
 
 
 # ---- models

@@ -7,6 +7,7 @@ gradients are clipped zeor is given the same single unit.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from examples import by_hand
 from tests import loops
+from tests.covering import covering, product
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_NORM = 0.05
@@ -71,10 +73,22 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_zeor_equals_zero_by_hand_in_bits_at_every_stage(ranks: Any, world: int, dtype: torch.dtype) -> None:
-    for optimizer, accumulate in (("sgd momentum", 1), ("adamw", 2), ("adagrad", 1)):
+RUNS = {
+    "world": (1, 2, 3, 4),
+    "dtype": (torch.float32, torch.float64),
+    "run": (("sgd momentum", 1), ("adamw", 2), ("adagrad", 1)),  # with how many micro-batches
+}
+PAIRS = functools.partial(covering, strength=2)
+
+
+@pytest.mark.parametrize(
+    "select", [pytest.param(PAIRS, id="pairs"), pytest.param(product, id="whole", marks=pytest.mark.whole)]
+)
+@pytest.mark.parametrize("world", RUNS["world"])
+def test_zeor_equals_zero_by_hand_in_bits_at_every_stage(ranks: Any, world: int, select: Any) -> None:
+    rows = [row for row in select(RUNS) if row["world"] == world]
+    assert len(rows) >= 3
+    for dtype, (optimizer, accumulate) in ((row["dtype"], row["run"]) for row in rows):
         results = ranks(on_ranks, world, optimizer, accumulate, dtype)
         wanted = results[0]["hand 1"]
         for rank, found in enumerate(results):

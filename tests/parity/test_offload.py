@@ -82,7 +82,14 @@ def test_state_at_rest_elsewhere_changes_no_bit(ranks, tmp_path, stage, precisio
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "formats"), [(1, ("exact", "int8")), (3, ("exact",)), (4, ("int8",))])
+@pytest.mark.parametrize(
+    ("world", "formats"),
+    [
+        pytest.param(1, ("exact", "int8"), marks=pytest.mark.whole),
+        pytest.param(3, ("exact", "int8")),
+        pytest.param(4, ("int8",), marks=pytest.mark.whole),
+    ],
+)
 def test_nor_at_other_worlds(ranks, tmp_path, world, formats):
     rows = covering({**FACTORS, "stage": (3,), "precision": ("bf16",), "moments": formats}, strength=1)
     assert ranks(check_places, world, str(tmp_path), rows) == [len(rows)] * world

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import zeor
 from tests.parity.models import (
     FACTORS,
+    SELECTIONS,
     Net,
     Odd,
     One,
@@ -33,6 +34,7 @@ from tests.parity.models import (
     loss_of,
     make_optimizer,
     net,
+    pairs_here,
     pairwise,
     part,
     product,
@@ -80,24 +82,34 @@ def compare(settings: list[Setting], tolerance: float, build: Callable = net) ->
 # ---- the factors
 
 
+@pytest.mark.parametrize("select", SELECTIONS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_float64(ranks, world):
+def test_float64(ranks, world, select):
     factors = {**FACTORS, "optimizer": ("AdamW", "SGD"), "precision": ("fp64",)}
-    ranks(compare, world, pairwise(**factors), 1e-10)
+    ranks(compare, world, select(world, WORLDS, **factors), 1e-10)
 
 
+@pytest.mark.parametrize("select", SELECTIONS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_fp32_with_sgd(ranks, world):
+def test_fp32_with_sgd(ranks, world, select):
     factors = {**FACTORS, "optimizer": ("SGD",), "precision": ("fp32", None)}
-    ranks(compare, world, pairwise(**factors), 1e-6)
+    ranks(compare, world, select(world, WORLDS, **factors), 1e-6)
 
 
-@pytest.mark.parametrize("select", [pairwise, pytest.param(product, marks=pytest.mark.whole)])
+ODD_FACTORS = {"stage": STAGES, "optimizer": ("AdamW", "SGD"), "clip": ("stock", "zeor"), "precision": ("fp64",)}
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("build", [odd, one_scalar, one_vector], ids=lambda build: build.__name__)
-def test_odd_sizes(ranks, world, build, select):
-    settings = select(stage=STAGES, optimizer=("AdamW", "SGD"), clip=("stock", "zeor"), precision=("fp64",))
-    ranks(compare, world, settings, 1e-10, build)
+def test_odd_sizes(ranks, world, build):
+    ranks(compare, world, pairs_here(world, WORLDS, **ODD_FACTORS), 1e-10, build)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("build", [odd, one_scalar, one_vector], ids=lambda build: build.__name__)
+def test_odd_sizes_in_every_setting(ranks, world, build):
+    ranks(compare, world, product(**ODD_FACTORS), 1e-10, build)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -1,8 +1,8 @@
 """At equal world size stages 0 to 3, with overlap and without, give the same bits.
 
 Every setting is compared with stage 0 without overlap, in parameters, losses and gradient norms. Every triple of the
-factors runs at world size 2 (`make test-all`: the full product), every pair at 1, 3 and 4. A test sends many settings
-to the ranks at once: making a model costs less than making process groups.
+factors runs at world size 2 (`make test-all`: the full product), every pair of them and of the worlds 1, 3 and 4. A
+test sends many settings to the ranks at once: making a model costs less than making process groups.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import torch
 from tests.parity.models import (
     FACTORS,
     MAX_NORM,
+    SELECTIONS,
     Run,
     Setting,
     baseline,
     build_model,
     net,
-    pairwise,
     product,
     same_bits,
     steps,
     train,
     triples,
 )
+
+OTHER_WORLDS = (1, 3, 4)
 
 
 def compare_in_bits(settings: list[Setting]) -> list[tuple[str, str, str]]:
@@ -79,6 +81,7 @@ def test_full_product_at_world_2(ranks, optimizer, checkpoint, precision):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_pairs_at_other_worlds(ranks, world):
-    check(ranks, world, pairwise(**FACTORS))
+@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("world", OTHER_WORLDS)
+def test_pairs_at_other_worlds(ranks, world, select):
+    check(ranks, world, select(world, OTHER_WORLDS, **FACTORS))
