@@ -92,6 +92,11 @@ def shard(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
+    with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
+        return _shard(model, optimizer, mesh, units, device, options)
+
+
+def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any, options: dict[str, Any]) -> Any:
     optimizers = _as_list(optimizer)
     if vars(model).get(_ATTRIBUTE) is not None:
         return _add_optimizers(model, optimizer, optimizers, options or units or mesh or device)

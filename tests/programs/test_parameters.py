@@ -452,6 +452,39 @@ def test_a_parameter_has_the_dtype_that_it_computes_in(ranks, stage):
     ranks(check_dtypes, 2, stage)
 
 
+# ---- 22: hooks of others for what autograd saves, a default device
+
+
+def check_saved_elsewhere(stage: int) -> None:
+    def on_cpu(model: Net, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return square(model, x)
+
+    def doubled(model: Net, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            return square(model, x)
+
+    compare(stage, lambda model: None, on_cpu)
+    compare(stage, lambda model: None, doubled)
+
+
+def check_default_device(stage: int) -> None:
+    wanted = plain_grads(lambda model: None, square)
+    model = net()
+    with torch.device("meta"):
+        zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    square(model, batch(dist.get_rank())).backward()
+    with zeor.full_params(model, grads=True):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad, wanted[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_of_others_for_saved_tensors_and_a_default_device(ranks, stage):
+    ranks(check_saved_elsewhere, 2, stage)
+    ranks(check_default_device, 2, stage)
+
+
 # ---- 27: the root's parameters in the user's loss
 
 

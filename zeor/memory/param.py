@@ -188,6 +188,11 @@ def classes_of(kind: type) -> tuple[type, type]:
     return whole, away
 
 
+def plain_data(param: nn.Parameter) -> Tensor:
+    """torch's own `param.data`: the same memory, with a version counter of its own."""
+    return _data.__get__(param)  # type: ignore[no-any-return]
+
+
 def take_grad(param: nn.Parameter) -> Tensor | None:
     """What autograd has accumulated; its slot is empty afterwards."""
     if isinstance(param, Away):

@@ -120,7 +120,10 @@ class Slot(Held):
         if not self.lane.shown and self.lane.frees:
             return View(self.param, self, of_grad=False)
         self.read()
-        return self.param.detach()
+        wide = self.lane.master is not None and self.lane.master.format == "wide"
+        if self.lane.frees or wide:
+            return self.param.detach()  # it shares the version counter, which shows writes: Note [Written by the user]
+        return parameters.plain_data(self.param)
 
     def set_data(self, value: Tensor) -> None:
         """`param.data = value`: new values in the same memory."""
