@@ -295,6 +295,14 @@ def test_a_deepspeed_checkpoint_with_a_rank_missing_is_refused(tmp_path: Path, s
         import_checkpoint("deepspeed", tmp_path / "ds", tmp_path / "out", allow_pickle=True)
 
 
+def test_one_ranks_part_of_a_sharded_optimizer_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {**optimizer.state_dict(), "zeor": {"world": 2, "rank": 0, "layout": 1}}
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "part.pt")
+    with pytest.raises(CheckpointError, match=r"one rank's part of a sharded optimizer's state; save by zeor\.save"):
+        import_checkpoint("torch", tmp_path / "part.pt", tmp_path / "out")
+
+
 # ---- pickles
 
 
