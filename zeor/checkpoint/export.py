@@ -40,6 +40,7 @@ from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.memory import device as devices
 from zeor.memory.formats import cast_into
+from zeor.memory.param import own_dtype
 from zeor.plan import Plan
 from zeor.runtime.compiled import unwrapped
 from zeor.runtime.sharded import ATTRIBUTE
@@ -212,7 +213,7 @@ def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bo
         found.only(names.values())
         return found
 
-    kinds = {names[id(t.tensor)]: (_target(t.tensor.dtype, wanted), tuple(t.tensor.shape)) for t in targets}
+    kinds = {names[id(t.tensor)]: (_target(own_dtype(t.tensor), wanted), tuple(t.tensor.shape)) for t in targets}
     made = shapes_of(reverse(), kinds)
     planned = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
     values = lambda: _model_values(state, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))

@@ -188,6 +188,12 @@ def classes_of(kind: type) -> tuple[type, type]:
     return whole, away
 
 
+def own_dtype(tensor: Tensor) -> torch.dtype:
+    """As the user gave it: a sharded parameter has the dtype that it computes in."""
+    slot = vars(tensor).get(ATTRIBUTE) if isinstance(tensor, Sharded) else None
+    return tensor.dtype if slot is None else slot.dtype  # type: ignore[no-any-return]
+
+
 def plain_data(param: nn.Parameter) -> Tensor:
     """torch's own `param.data`: the same memory, with a version counter of its own."""
     return _data.__get__(param)  # type: ignore[no-any-return]

@@ -29,6 +29,7 @@ class Held:
     """What stands behind a view or a parameter. The runtime implements it; this class lists what they ask for."""
 
     name: str
+    dtype: torch.dtype  # of the parameter as the user gave it
 
     def read(self, writes: bool = False) -> Tensor:
         """The parameter, with its full value here, or RuntimeError where that cannot be. `writes`: to be written to."""

@@ -149,7 +149,8 @@ def _move(engine: Engine, unit: Unit, lane: Lane) -> None:
     lane.retire()
     by_key: dict[LaneKey, list[Slot]] = {}
     for slot in members:
-        key = lane_key(slot.param, slot.owners, engine.plan.precision) if slot.trains else lane.key
+        like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
+        key = lane_key(like, slot.owners, engine.plan.precision) if slot.trains else lane.key
         by_key.setdefault(key, []).append(slot)
     made = []
     for key, slots in by_key.items():
