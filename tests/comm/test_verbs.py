@@ -244,7 +244,7 @@ def test_a_rank_that_never_comes_is_named_by_the_others(ranks: Callable[..., lis
     told = ranks(gather_alone, 3, 1)
     for rank in (0, 2):
         assert told[rank].startswith(f"zeor: gather of unit 'x' did not complete within 1 s on rank {rank} of 3; ")
-        assert "rank 1 did not take part (crashed, busy, or on another path)" in told[rank]
+        assert "rank 1 did not take part (it crashed, is busy, took another path" in told[rank]
 
 
 def explained(labels: list[str], text: str) -> str:
