@@ -186,7 +186,7 @@ def test_weight_normed_layers_are_units_of_their_own():
 
 
 def put_in_place(model: Any) -> None:
-    model.layers[1].weight = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
+    model.layers[1]._parameters["weight"] = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
 
 
 def pruned(model: Any) -> None:
