@@ -50,7 +50,7 @@ def check_reads(make: Callable, stage: int) -> None:
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
     loops.train(plain, theirs, range(2))
     numel = 0
-    for mine, param in zip(model.parameters(), plain.parameters()):
+    for mine, param in zip(model.parameters(), plain.parameters(), strict=True):
         if mine not in optimizer.state:
             with pytest.raises(KeyError, match="updates no part of this parameter"):
                 optimizer.state[mine]["exp_avg"]
