@@ -63,7 +63,8 @@ def alone(verb: str, folder: str) -> tuple[str, float, list[float]]:
         patient()
     dist.barrier()
     if dist.get_rank() > 0:  # what the late ones hear, once
-        with pytest.raises(zeor.CheckpointError, match=f"given up by the other ranks: every rank must call zeor.{verb}"):
+        heard = f"given up by the other ranks: every rank must call zeor.{verb}"
+        with pytest.raises(zeor.CheckpointError, match=heard):
             zeor.save(folder, model, optimizer, step=2)
     dist.barrier()
     zeor.save(folder, model, optimizer, step=2)  # and then all are in step again
