@@ -2,7 +2,7 @@
 #
 #   make train      install, then train a small GPT with stage 3 on two local CPU ranks
 #   make test       install with the developer tools, then lint, types and tests
-#   make test-all   the same with every test: whole products, every kill and every place (about an hour)
+#   make test-all   the same with every test: whole products, every kill and every place
 #   make lint       lint and types only
 #   make setup      install only
 #   make bench      the CPU benchmark, zeor beside its peers

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    lines = ["| run | before ms (best, median) | after ms | after / before | GiB before, after |", "|---|" * 5]
+    lines = ["| run | before ms (best, median) | after ms | after / before | GiB before, after |", "|" + "---|" * 5]
     for run in dict.fromkeys(each["run"] for each in found):
         good = [each for each in found if each["run"] == run and "error" not in each]
         of = {name: [each for each in good if each["version"] == name] for name in ("before", "after")}
