@@ -282,13 +282,19 @@ def skip(what: str, stage: int) -> tuple[str, float]:
     [
         ("forward", 3, "gather of unit 'root'"),
         ("training", 2, "agreement at the end of a pass (with the reduce of unit 'head' under way)"),
-        ("full_params", 3, "gather of full parameters"),
     ],
 )
 def test_a_rank_that_skips_a_collective_is_named_within_the_timeout(ranks, what, stage, operation):
     (text, seconds), _ = ranks(skip, 2, what, stage)
     assert "on rank 0 of 2" in text and "rank 1 did not take part" in text
     assert f"{operation} did not complete within {TIMEOUT_SECONDS:g} s" in text
+    assert seconds < GIVE_UP_SECONDS
+
+
+def test_a_rank_that_does_not_come_to_full_params_is_named_within_the_timeout(ranks):
+    """No collective has begun yet: the ranks meet in the store first (comm/attendance.py)."""
+    (text, seconds), _ = ranks(skip, 2, "full_params", 3)
+    assert f"Every rank must call zeor.full_params; ranks [1] did not within {TIMEOUT_SECONDS:g} s" in text
     assert seconds < GIVE_UP_SECONDS
 
 
