@@ -36,7 +36,7 @@ from zeor.runtime.entries import find_entries
 from zeor.runtime.hooks import Hooks
 from zeor.runtime.initialise import init_parameters
 from zeor.runtime.join import join
-from zeor.runtime.keys import lane_key
+from zeor.runtime.keys import lane_key, small_numel
 from zeor.runtime.mean_loss import mean_loss
 from zeor.runtime.meta import on_meta
 from zeor.runtime.penalty import penalty
@@ -86,6 +86,8 @@ def shard(
                      do; no clipping then. Accumulate with zeor.accumulate.
     delay=0          1: an update is applied one step late, while the next step computes. Not equivalent.
     methods=()       methods beside forward that you call on the model, such as "encode" or "decoder.forward".
+    keep_whole=1024  parameters of at most so many elements (a temperature, a bias) stay whole on every rank at stage 3
+                     too, so that they can be read and written anywhere; 0: none.
     recompute=False  True: units keep only their inputs for backward, which computes the rest again (about a third more
                      time, the same bits); units of a single layer are left out. "offload": these inputs rest in host
                      memory meanwhile. Or a list of modules or classes to do so for, with "offload" among them or not.
@@ -162,7 +164,8 @@ def _refuse_nested(model: nn.Module) -> None:
 
 def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: list[Optimizer]) -> Engine:
     """Find units, compare ranks, pack, and turn the user's parameters into views."""
-    specs = find_units(model, units)
+    small = small_numel(plan, mesh.world)
+    specs = find_units(model, units, small)
     _drop_old_graphs(model)
     engine = Engine(plan, mesh)
     slots = {spec.name: [Slot(engine, name, p, owners) for name, p, owners in spec.params] for spec in specs}
@@ -183,7 +186,7 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // mesh.world)
     for spec in specs:
         meta.receive_values(slots[spec.name], mesh.device)
-        keys = {slot: lane_key(slot.param, slot.owners, plan.precision) for slot in slots[spec.name]}
+        keys = {slot: lane_key(slot.param, slot.owners, plan.precision, small) for slot in slots[spec.name]}
         engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
     meta.place_buffers(mesh, model, engine.unfilled)
     engine.ready()

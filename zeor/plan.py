@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 STAGES = (0, 1, 2, 3)
+KEEP_WHOLE = 1024  # elements
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -236,6 +237,7 @@ class Plan:
     release: bool = False
     delay: int = 0
     recompute: Any = False  # or True, "offload", or a tuple of classes and modules, which may hold "offload" too
+    keep_whole: int = 0  # parse() gives it KEEP_WHOLE; a drop-in knows no modules and keeps what the user has
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
@@ -246,6 +248,11 @@ class Plan:
         _one_of("nonfinite", self.nonfinite, ("warn", "raise", "skip", "ignore"))
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch!r}; give how many units to gather ahead: 0, 1, 2, ...")
+        if not isinstance(self.keep_whole, int) or isinstance(self.keep_whole, bool) or self.keep_whole < 0:
+            raise ValueError(
+                f"keep_whole={self.keep_whole!r}; parameters of at most so many elements stay whole on every rank: "
+                "give 0, 1, 2, ..."
+            )
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r}; give the seconds a collective may take, more than 0.")
         self._check_recompute()
@@ -285,9 +292,9 @@ class Plan:
                 raise ValueError(
                     f"Offload.grads is away, but at stage {self.stage} gradients are whole; use stage=2 or 3."
                 )
-            if self.stage < 3 and self._compute_is_away:
+            if self.stage < 3 and self.compute_is_away:
                 raise ValueError(f"Offload.compute is away, but at stage {self.stage} compute is whole; use stage=3.")
-            if self.offload.update == "host" and (self.delay or self.offload.uses_disk or self._compute_is_away):
+            if self.offload.update == "host" and (self.delay or self.offload.uses_disk or self.compute_is_away):
                 raise ValueError(
                     "Offload.update='host' goes with moments and master on the host and compute on the device, and "
                     "without delay; leave the other out, or Offload.update."
@@ -296,7 +303,7 @@ class Plan:
                 raise ValueError(f"moments={self.moments!r} are updated on the device; leave out update='host'.")
 
     @property
-    def _compute_is_away(self) -> bool:
+    def compute_is_away(self) -> bool:
         return self.offload is not None and any(tier != "device" for tier, _ in self.offload.compute)
 
     @property
@@ -316,6 +323,7 @@ class Plan:
         options["offload"] = Offload.parse(options.get("offload"))
         if isinstance(options.get("recompute"), (list, tuple)):
             options["recompute"] = tuple(options["recompute"])
+        options.setdefault("keep_whole", KEEP_WHOLE)
         methods = options.get("methods") or ()
         options["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if options.get("timeout") is None:

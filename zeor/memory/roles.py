@@ -6,7 +6,7 @@ role rests. The collective that brings a role from one residency to another is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -37,6 +37,14 @@ STAGES: dict[int, Column] = {
     2: Column(Residency.FULL, Residency.SLICE, False, Residency.SLICE),
     3: Column(Residency.SLICE, Residency.SLICE, False, Residency.SLICE),
 }
+
+
+
+def column_of(stage: int, stays_whole: bool) -> Column:
+    """Of one lane: `stays_whole` where every rank keeps what forward reads."""
+    column = STAGES[stage]
+    return replace(column, compute=Residency.FULL) if stays_whole else column
+
 
 # How a buffer gets from one residency to another. PARTIAL -> FULL is a reduce and a gather, never an
 # all-reduce: the sums of an all-reduce differ in bits from those of a reduce, and the stages must not.

@@ -23,8 +23,9 @@ from zeor.planner.peaks import Model, buffers_nbytes, device_peak, host_peak, tr
 from zeor.planner.rests import PlannedLane, Setting, fullest_rank, plan_lanes
 from zeor.planner.trace import Trace, Workload, trace
 from zeor.runtime.discover import find_units
+from zeor.runtime.keys import small_numel
 
-_OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel")
+_OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole")
 _OPTIONS = ("units", "native_reduce", "batch", "inputs", "loss", *_OF_PLAN)
 _ONE_PASS = ("Adam", "AdamW", "SGD")
 
@@ -78,8 +79,8 @@ def predict(
     """What `shard(model, ..., stage=stage)` will hold on each of `world` ranks. Nothing is allocated.
 
     `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=, and as given
-    to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=; native_reduce= (True for NCCL and
-    an accelerator; Gloo receives a whole buffer).
+    to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=, keep_whole=; native_reduce= (True
+    for NCCL and an accelerator; Gloo receives a whole buffer).
 
     What a step computes, for peaks with activations: batch=(sequences, tokens) for a model of tokens, or inputs=, the
     model's arguments; loss=, a function of the model and the inputs (with batch=: tokens and targets), else the
@@ -111,7 +112,7 @@ def predict(
 
 
 def _model(model: nn.Module, setting: Setting, options: dict[str, Any]) -> Model:
-    units = find_units(model, options.get("units"))
+    units = find_units(model, options.get("units"), small_numel(setting.plan, setting.world))
     lanes, setting = plan_lanes(units, setting)
     work = Workload.parse(options.get("batch"), options.get("inputs"), options.get("loss"))
     found = Trace()

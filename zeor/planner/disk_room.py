@@ -20,7 +20,7 @@ from zeor.memory.roles import Residency
 from zeor.optim.moments import moment_count, moment_itemsize
 from zeor.plan import Share
 from zeor.runtime.engine import Engine
-from zeor.runtime.keys import lane_key
+from zeor.runtime.keys import lane_key, small_numel
 from zeor.runtime.unit import Slot
 
 
@@ -62,12 +62,12 @@ def needed_nbytes(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Op
     compute, master, grads, moments = (
         _on_disk(getattr(plan.offload, role)) for role in ("compute", "master", "grads", "moments")
     )
-    total = 0.0
+    total, small = 0.0, small_numel(plan, world)
     for slot in slots:
-        key = lane_key(slot.param, slot.owners, plan.precision)
+        key = lane_key(slot.param, slot.owners, plan.precision, small)
         cut = slot.param.numel() / world
         updated = slot.param.numel() if column.update is Residency.FULL else cut
-        total += compute * cut * key.compute_dtype.itemsize
+        total += 0 if key.stays_whole else compute * cut * key.compute_dtype.itemsize
         if key.trainable and key.master_dtype is not None:
             total += master * updated * master_itemsize(key.master_dtype, key.compute_dtype)
             total += moments * updated * count * moment_itemsize(plan.moments, key.master_dtype)

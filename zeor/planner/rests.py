@@ -18,7 +18,7 @@ from zeor.layout import LaneLayout, Segment, lay_out
 from zeor.memory import small
 from zeor.memory.master import master_itemsize
 from zeor.memory.rest import Tiers
-from zeor.memory.roles import STAGES, Column, Residency
+from zeor.memory.roles import STAGES, Column, Residency, column_of
 from zeor.optim.host_update import AHEAD, batch_numel
 from zeor.optim.moments import moment_itemsize
 from zeor.optim.streaming import LARGE_NUMEL
@@ -26,7 +26,7 @@ from zeor.optim.windows import _ALIGNED, WINDOWS
 from zeor.plan import Plan
 from zeor.planner.blocks import device_nbytes, pinned_nbytes
 from zeor.runtime.discover import UnitSpec
-from zeor.runtime.keys import lane_key
+from zeor.runtime.keys import lane_key, small_numel
 from zeor.runtime.lane import LaneKey
 from zeor.runtime.places import Places
 
@@ -84,13 +84,17 @@ class PlannedLane:
     setting: Setting
 
     @property
+    def column(self) -> Column:
+        return column_of(self.setting.plan.stage, self.key.stays_whole)
+
+    @property
     def updates(self) -> bool:
         return self.key.trainable and self.key.master_dtype is not None
 
     @property
     def frees(self) -> bool:
         """Whole only while it is used."""
-        column, world = self.setting.column, self.setting.world
+        column, world = self.column, self.setting.world
         return column.compute is Residency.SLICE and (world > 1 or self.tiers.compute != "device")
 
     @property
@@ -117,7 +121,7 @@ class PlannedLane:
     # ---- at rest
 
     def arrays(self, rank: int) -> Iterator[Array]:
-        key, column, plan = self.key, self.setting.column, self.setting.plan
+        key, column, plan = self.key, self.column, self.setting.plan
         compute = self.held(column.compute) * key.compute_dtype.itemsize
         yield Array("compute", self.tiers.compute if self.frees else "device", (compute,))
         if plan.delay and self.updates:  # see Note [Delayed] in runtime/lane.py
@@ -216,10 +220,11 @@ def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[P
     """By unit; and the setting with the chunk's size. With offload="auto" state is on the device: see automatic.py."""
     places = Places(setting.plan, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
     planned: list[list[PlannedLane]] = []
+    small = small_numel(setting.plan, setting.world)
     for number, unit in enumerate(units):
         by_key: dict[LaneKey, list[torch.Tensor]] = defaultdict(list)
         for _, param, owners in unit.params:
-            by_key[lane_key(param, owners, setting.plan.precision)].append(param)
+            by_key[lane_key(param, owners, setting.plan.precision, small)].append(param)
         planned.append([])
         for key, params in by_key.items():
             rest = places.of_lane(unit.name, key, params)

@@ -82,6 +82,7 @@ def _bytes(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> str
         release=plan.release,
         delay=plan.delay,
         kernel=plan.kernel,
+        keep_whole=plan.keep_whole,
     )
     told = _told({role: getattr(predicted, role) for role in ("compute", "grad", "master", "moments")})
     if automatic:

@@ -12,6 +12,7 @@ Note [How units are found]
    projection is), becomes a unit if it is at least a hundredth of the model. Smaller ones stay with
    the root: one collective per tiny layer is the field's most common reason for slowness.
 3. A parameter whose owners lie in several units goes to the root.
+4. So do small ones: see Note [Small parameters] in keys.py.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class UnitSpec:
     params: list[tuple[str, nn.Parameter, list[Owner]]]
 
 
-def find_units(model: nn.Module, units: Sequence[nn.Module | type] | None = None) -> list[UnitSpec]:
+def find_units(
+    model: nn.Module, units: Sequence[nn.Module | type] | None = None, small: int = 0
+) -> list[UnitSpec]:
     """The root's unit first, then the others in the order of registration. Units without parameters of
-    their own are left out, the root's excepted."""
+    their own are left out, the root's excepted. `small`: elements of a parameter that goes to the root's."""
     names = {module: name for name, module in model.named_modules()}
     chosen = _by_hand(model, units, names) if units is not None else _by_itself(model)
     home = _homes(model, set(chosen))
@@ -48,7 +51,7 @@ def find_units(model: nn.Module, units: Sequence[nn.Module | type] | None = None
             specs[module] = UnitSpec(names[module], module, [])
     for name, param, owners in named_owners(model):
         homes = {home[module] for module, _ in owners}
-        unit = homes.pop() if len(homes) == 1 else model
+        unit = homes.pop() if len(homes) == 1 and param.numel() > small else model
         specs[unit].params.append((name, param, owners))
     return [spec for spec in specs.values() if spec.params or spec.module is model]
 

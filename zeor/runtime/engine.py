@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
 from zeor.memory.param import classes_of, take_grad
-from zeor.memory.roles import STAGES
+from zeor.memory.roles import STAGES, column_of
 from zeor.plan import Plan
 from zeor.runtime import edits, events, given
 from zeor.runtime import order as orders
@@ -108,7 +108,8 @@ class Engine:
     def make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
         """A lane of these parameters with rank 0's values."""
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
-        lane = Lane(key, values, self.column, self.mesh, self.ledger, self.places.of_lane(name, key, values))
+        column = column_of(self.plan.stage, key.stays_whole)
+        lane = Lane(key, values, column, self.mesh, self.ledger, self.places.of_lane(name, key, values))
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))

@@ -29,7 +29,7 @@ from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.runtime import full
 from zeor.runtime import order as orders
-from zeor.runtime.keys import lane_key
+from zeor.runtime.keys import lane_key, small_numel
 from zeor.runtime.lane import Lane, LaneKey
 from zeor.runtime.unit import Slot, Unit
 
@@ -145,12 +145,12 @@ class Freezing:
 def _move(engine: Engine, unit: Unit, lane: Lane) -> None:
     """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
     members = [slot for slot in unit.slots if slot.lane is lane]
-    values = full.gather_values(engine, lane, members)
+    values, small = full.gather_values(engine, lane, members), small_numel(engine.plan, engine.mesh.world)
     lane.retire()
     by_key: dict[LaneKey, list[Slot]] = {}
     for slot in members:
         like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
-        key = lane_key(like, slot.owners, engine.plan.precision) if slot.trains else lane.key
+        key = lane_key(like, slot.owners, engine.plan.precision, small) if slot.trains else lane.key
         by_key.setdefault(key, []).append(slot)
     made = []
     for key, slots in by_key.items():

@@ -2,6 +2,15 @@
 
 Pure: looks at a parameter and the modules that hold it. Used when packing and when predicting bytes,
 so both say the same.
+
+Note [Small parameters]
+~~~~~~~~~~~~~~~~~~~~~~~
+A temperature or a bias is read and written outside forward as a matter of course (`model.logit_scale.clamp_()` after a
+step, `.item()` for a log on one rank), and slicing it saves nothing. So parameters of at most keep_whole elements lie
+in lanes whose compute is whole on every rank at every stage; gradients and state are sliced as the stage says. All of
+them belong to the root's unit: one reduce at the end of backward and one publish at the step serve the whole model,
+where lanes in every unit would each have their own. The layout is the same at every stage, so that norms, which add up
+what each rank has, are the same bits at every stage. A rank alone has no slices, and nothing is kept apart.
 """
 
 from __future__ import annotations
@@ -11,17 +20,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeor.plan import Precision
+from zeor.plan import Plan, Precision
 from zeor.runtime.lane import LaneKey
 
 
-def lane_key(param: Tensor, owners: Sequence[tuple[nn.Module, str]], precision: Precision) -> LaneKey:
+def small_numel(plan: Plan, world: int) -> int:
+    """Parameters of at most so many elements stay whole: see Note [Small parameters]."""
+    return plan.keep_whole if world > 1 or plan.compute_is_away else 0
+
+
+def lane_key(
+    param: Tensor, owners: Sequence[tuple[nn.Module, str]], precision: Precision, small: int = 0
+) -> LaneKey:
     """compute: as the plan says, but norms with running statistics and non-floating parameters keep
     their own. master: fp32 or the parameter's own dtype if wider. A frozen parameter has none where compute holds
     every value its own dtype has; elsewhere one keeps it exact, for export and for the day it is unfrozen."""
-    dtype = param.dtype
+    dtype, stays = param.dtype, param.numel() <= small
     if not dtype.is_floating_point:
-        return LaneKey(dtype, dtype, None, trainable=False)
+        return LaneKey(dtype, dtype, None, trainable=False, stays_whole=stays)
     compute = precision.compute or dtype
     if any(getattr(module, "running_mean", None) is not None for module, _ in owners):
         compute = dtype
@@ -30,6 +46,6 @@ def lane_key(param: Tensor, owners: Sequence[tuple[nn.Module, str]], precision: 
         reduce = torch.float64  # a float64 model is there to be compared with; nothing may round it
     exact = torch.promote_types(dtype, compute)
     if not param.requires_grad:
-        return LaneKey(compute, reduce, None if exact == compute else exact, trainable=False)
+        return LaneKey(compute, reduce, None if exact == compute else exact, False, stays)
     master = precision.master or torch.promote_types(exact, torch.float32)
-    return LaneKey(compute, reduce, master, trainable=True)
+    return LaneKey(compute, reduce, master, True, stays)

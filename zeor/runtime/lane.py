@@ -61,12 +61,14 @@ from zeor.runtime.grads import GradLane
 @dataclass(frozen=True)
 class LaneKey:
     """What parameters must share to lie in one lane. master_dtype None: compute is the exact value and nothing
-    updates it. A frozen lane has a master where compute alone would be a rounded value."""
+    updates it. A frozen lane has a master where compute alone would be a rounded value. stays_whole: small parameters,
+    which every rank keeps whole at every stage (keys.py)."""
 
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     master_dtype: torch.dtype | None
     trainable: bool
+    stays_whole: bool = False
 
 
 class Lane:

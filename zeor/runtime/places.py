@@ -54,6 +54,8 @@ class Places:
         tiers = Tiers()
         if offload is not None:
             roles: tuple[str, ...] = OFFLOADED if key.trainable else ("compute",)
+            if key.stays_whole:
+                roles = tuple(role for role in roles if role != "compute")
             if offload.auto:  # moments and master are placed at the first update: see optim/auto.py
                 roles = tuple(role for role in roles if role not in ("moments", "master"))
                 tiers = Tiers(master="host" if self._crowded and key.trainable else "device")

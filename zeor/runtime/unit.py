@@ -321,9 +321,10 @@ class Unit:
         """Gathered or on its way."""
         return all(lane.full.inflated for lane in self.lanes)
 
-    def start_gather(self, only_trainable: bool = False) -> None:
+    def start_gather(self) -> None:
+        """Of what is freed between uses; the rest is here, or on its way since the step that changed it."""
         for number, lane in enumerate(self.lanes):
-            if lane.key.trainable or not only_trainable:
+            if lane.frees:
                 lane.start_gather(f"gather of unit {self.name!r}" + (f", lane {number}" if number else ""))
 
     def wait(self) -> None:
@@ -332,7 +333,8 @@ class Unit:
 
     def free(self) -> None:
         for lane in self.lanes:
-            lane.free()
+            if lane.frees:
+                lane.free()
 
     def check_places(self) -> None:
         """What somebody else put in a parameter's place must not be passed over."""

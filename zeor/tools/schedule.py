@@ -11,7 +11,9 @@ import argparse
 from torch import nn
 
 from zeor.memory.roles import STAGES, Residency
+from zeor.plan import Plan
 from zeor.runtime.discover import find_units
+from zeor.runtime.keys import small_numel
 from zeor.runtime.schedule import Schedule, Traits
 from zeor.tools.plan import add_size_arguments, chosen_size, meta_model
 
@@ -22,9 +24,12 @@ def one_step(model: nn.Module, world: int, stage: int, prefetch: int = 1) -> Sch
     frees = column.compute is Residency.SLICE and world > 1
     publishes = column.compute is Residency.FULL and column.update is Residency.SLICE and world > 1
     units = []
-    for spec in find_units(model):
+    small = small_numel(Plan.parse({"stage": stage}), world)
+    for spec in find_units(model, None, small):
         trains = any(param.requires_grad for _, param, _ in spec.params)
-        units.append(Traits(spec.name, frees and bool(spec.params), trains, publishes and trains))
+        whole = any(param.requires_grad and param.numel() <= small for _, param, _ in spec.params)
+        sliced = any(param.numel() > small for _, param, _ in spec.params)
+        units.append(Traits(spec.name, frees and sliced, trains, (publishes and trains) or (frees and whole)))
     forward = tuple(range(len(units)))
     return Schedule(tuple(units), forward, forward[::-1], prefetch)
 
