@@ -263,9 +263,9 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
     if engine.joining is None:
         attend(engine.mesh, "zeor.full_params")
     if write:
-        engine.announce(events.OTHER, "zeor.full_params(write=True)")
+        engine.announce(events.OTHER, "zeor.full_params(write=True)", meets=False)
     else:
-        engine.announce(events.FULL, {"grads": grads})
+        engine.announce(events.FULL, {"grads": grads}, meets=False)
     values = full.all_values(engine, blank=write)
     found = full.all_grads(engine) if grads else {}
     state.hooks.pause()

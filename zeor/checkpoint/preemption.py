@@ -28,6 +28,7 @@ from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.opening import everywhere
 from zeor.checkpoint.save import Run, add_extra
 from zeor.checkpoint.urls import Place
+from zeor.comm.meeting import meet
 from zeor.comm.stuck import explain
 
 AnySignal = str | int  # its name or number
@@ -146,6 +147,7 @@ class Preemption:
         waited = 0.0 if self._noted is None else max(time.monotonic() - self._noted, 1e-6)
         mesh = self._mesh
         if mesh.world > 1:
+            meet(mesh, "the check of zeor.preempt")
             most = torch.tensor([waited, step, -step], dtype=torch.float64)
             try:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.control)

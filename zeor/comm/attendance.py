@@ -8,6 +8,7 @@ A rank that died is found by its closed connection, and the error is the one tha
     attend(mesh, "zeor.save")     after 5 s a warning that names the missing ranks, after 60 s AbsentRanks on this one
     a rank that comes later       AbsentRanks at once, since the others have given up
     a rank that is at another     AbsentRanks at once on all: "rank 1 is at zeor.export"
+    one that has stepped less     the same: its slices are of another step
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Call:
     def meet(self, patience: float) -> None:
         if self._is_set(self._key("failed")):
             self._after_a_failure()
-        self.store.set(self._key(self.mesh.rank), self.what)
+        self.store.set(self._key(self.mesh.rank), f"{self.what}\n{self.mesh.steps}")
         if self.store.add(self._key("count"), 1) == self.mesh.world:
             self.store.set(self._key("all"), self._differences() or "-")
         self._wait(patience)
@@ -115,9 +116,14 @@ class _Call:
 
     def _differences(self) -> str:
         """Who is elsewhere; asked by the last one to come."""
-        found = [self.store.get(self._key(rank)).decode() for rank in range(self.mesh.world)]
-        other = next((rank for rank, what in enumerate(found) if what != found[0]), None)
-        return "" if other is None else f"rank 0 is at {found[0]} and rank {other} at {found[other]}"
+        found = [self.store.get(self._key(rank)).decode().split("\n") for rank in range(self.mesh.world)]
+        other = next((rank for rank, note in enumerate(found) if note != found[0]), None)
+        if other is None:
+            return ""
+        (what, steps), (its_what, its_steps) = found[0], found[other]
+        if what == its_what:
+            what, its_what = f"{what} after {steps} calls of step()", f"{its_what} after {its_steps}"
+        return f"rank 0 is at {what} and rank {other} at {its_what}"
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.mesh.world) if not self._is_set(self._key(rank))]

@@ -1,8 +1,9 @@
 """The mesh: the ranks one model is sharded over, and the groups its traffic travels on.
 
-Three groups over the same ranks. Gathers and reduces have one each: on a single group, ranks whose
+Groups over the same ranks. Gathers and reduces have one each: on a single group, ranks whose
 autograd interleaves the two differently would wait for each other for ever. `control` carries small
-host tensors over Gloo, so that agreeing on something never makes the host wait for the accelerator.
+host tensors over Gloo, so that agreeing on something never makes the host wait for the accelerator. `meeting`, where
+everything goes over Gloo, is for meeting.py alone.
 A world of one has no groups. Everything zeor checks, sums or counts is scoped to a mesh.
 """
 
@@ -27,17 +28,19 @@ class Mesh:
     gather: Any = None
     reduce: Any = None
     control: Any = None
+    meeting: Any = None
     native_reduce: bool = True  # the backend's own reduce-scatter is both exact in order and frugal
     fake: bool = False  # one rank of an imagined world: nothing moves, nothing can be compared
     timeout: float = 600.0
     stuck: bool = False  # a collective failed: nothing more can be expected of this mesh
     backend: str = "no process group"
+    steps: int = 0  # calls of step() here: ranks that differ in it have different weights in their slices
     traffic: Traffic = field(default_factory=Traffic)
 
 
 # Groups cost sockets and threads, so models sharded over the same ranks share them. Keyed weakly by the
 # parent group: when the user destroys it, its groups go with it.
-_groups: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Any, Any]]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
 def make_mesh(mesh: Any, device: torch.device, deterministic: bool, timeout: float) -> Mesh:
@@ -52,10 +55,12 @@ def make_mesh(mesh: Any, device: torch.device, deterministic: bool, timeout: flo
     if world == 1:
         return Mesh(rank=0, world=1, device=device, timeout=timeout)
     backend = _backend(parent, device)
-    gather, reduce, control = _groups_over(parent, device, timeout)
+    gather, reduce, control, meeting = _groups_over(parent, device, timeout)
     # Gloo's reduce-scatter was measured to send as much as an all-reduce, twice the ideal.
     native = backend != "gloo" and not deterministic
-    return Mesh(rank, world, device, gather, reduce, control, native, backend == "fake", timeout, backend=backend)
+    return Mesh(
+        rank, world, device, gather, reduce, control, meeting, native, backend == "fake", timeout, backend=backend
+    )  # fmt: skip
 
 
 def control_mesh(mesh: Any) -> Mesh:
@@ -67,13 +72,14 @@ def control_mesh(mesh: Any) -> Mesh:
     rank, world = dist.get_rank(parent), dist.get_world_size(parent)
     known = next(iter(_groups.get(parent, {}).values()), None)
     config = str(dist.get_backend_config(parent))
+    meeting = None if known is None else known[3]
     if known is not None:
         control = known[2]
     elif "cpu:gloo" in config or config == "gloo" or "fake" in config:
         control = parent
     else:
         control = _groups_over(parent, torch.accelerator.current_accelerator() or host, 600.0)[2]
-    return Mesh(rank, world, host, control=control, fake="fake" in config)
+    return Mesh(rank, world, host, control=control, meeting=meeting, fake="fake" in config)
 
 
 def _parent_group(mesh: Any) -> Any:
@@ -105,7 +111,7 @@ def _backend(group: Any, device: torch.device) -> str:
     )
 
 
-def _groups_over(parent: Any, device: torch.device, timeout: float) -> tuple[Any, Any, Any]:
+def _groups_over(parent: Any, device: torch.device, timeout: float) -> tuple[Any, ...]:
     cache = _groups.setdefault(parent, {})
     key = (device.type, timeout)
     if key not in cache:
@@ -119,5 +125,5 @@ def _groups_over(parent: Any, device: torch.device, timeout: float) -> tuple[Any
             return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=local)
 
         control = "fake" if backend == "fake" else "gloo"
-        cache[key] = (new(backend), new(backend), new(control))
+        cache[key] = (new(backend), new(backend), new(control), new("gloo") if backend == "gloo" else None)
     return cache[key]

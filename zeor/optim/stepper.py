@@ -120,6 +120,7 @@ class Stepper:
         if self.engine.plain:
             self.engine.heed_plain_grads()
         self.engine.begin_step()
+        self.engine.mesh.steps += 1
         profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
         with self.engine.announced(events.STEP, self._describe_step), torch.no_grad(), profiled:
             if not self._forbidden():

@@ -101,7 +101,8 @@ class Backward:
                 "A backward ran inside the model's forward in zeor.join after another rank had run out of data, and a "
                 "rank that only follows cannot know when; give all ranks equally many batches, or use stage 2."
             )
-        engine.announce(events.BACKWARD if engine.sync else events.BACKWARD_KEPT, {"mean": mean})
+        meets = engine.sync or self._passes.gathers.frees
+        engine.announce(events.BACKWARD if engine.sync else events.BACKWARD_KEPT, {"mean": mean}, meets)
 
     def _open(self, sync: bool) -> None:
         """The part of the beginning that a rank which only plays has as well."""

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeor.comm.meeting import meet
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
 from zeor.memory.param import classes_of, take_grad
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 class Engine:
     def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
         self.plan, self.mesh = plan, mesh
+        self.number = _number(mesh)
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
         self.column = STAGES[plan.stage]
         self.ledger = Ledger()
@@ -157,8 +159,9 @@ class Engine:
         """This rank only follows the others: see Note [Joining] in join.py."""
         return self.joining is not None and self.joining.playing
 
-    def announce(self, event: str, detail: Any = None) -> None:
-        """Before anything that all ranks must do together; costs nothing outside zeor.join."""
+    def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
+        """Before anything that all ranks must do together. `meets`: it has collectives, and ranks have not met for it
+        yet; see Note [Meeting] in comm/meeting.py."""
         if self.joining is not None:
             self.joining.announce(self, event, detail)
         elif events.open_joins and self.mesh.world > 1:
@@ -166,6 +169,9 @@ class Engine:
                 f"This model comes to {events.SAID[event]} inside a zeor.join that knows only of other models, so a "
                 "rank that is out of data could not follow; name all of them: zeor.join([model, other])."
             )
+        elif meets:
+            what = detail if event == events.OTHER and isinstance(detail, str) else events.SAID[event]
+            meet(self.mesh, what, self.number)
 
     def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
         """The same for an event that is played as a whole, with all that is inside it."""
@@ -303,6 +309,17 @@ class Engine:
                 for role, nbytes in lane.nbytes().items():
                     total[role] += nbytes
         return dict(total)
+
+
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # engines over the ranks of a group
+
+
+def _number(mesh: Mesh) -> int:
+    """The same on every rank for the same model: ranks make their engines over a mesh in one order."""
+    if mesh.control is None:
+        return 0
+    _made[mesh.control] = _made.get(mesh.control, 0) + 1
+    return _made[mesh.control]
 
 
 def _ask(engine: weakref.ref[Engine], unit: weakref.ref[Unit]) -> None:

@@ -63,10 +63,12 @@ class Forward:
 
     def _announce(self, train: bool, entry: str) -> None:
         """An evaluation where nothing is gathered is no event: each rank may run its own."""
+        engine, frees = self._engine, self._passes.gathers.frees
+        meets = frees or (train and (engine.freezing.settles or not engine.first_batch.done))
         if entry:
-            self._engine.announce(events.ENTRY, {"train": train, "entry": entry})
-        elif train or self._passes.gathers.frees:
-            self._engine.announce(events.TRAIN if train else events.EVAL)
+            engine.announce(events.ENTRY, {"train": train, "entry": entry}, meets)
+        elif train or frees:
+            engine.announce(events.TRAIN if train else events.EVAL, meets=meets)
 
     def play(self, train: bool, entry: str) -> None:
         """Every collective of a forward, without computing: see Note [Joining] in join.py."""

@@ -1,9 +1,9 @@
 """The settings of optimizer groups (learning rates and the like): the same on all ranks, or a sentence says where not.
 
 Ranks whose settings drift apart (a scheduler driven by a local loss) update their slices by different rules, and
-nothing shows it. So a fingerprint of the settings travels with the exchange that ends every backward; where it
-differs, the ranks send the settings themselves. Only numbers are looked at. This module also writes settings as
-JSON and takes them over, for `join`.
+nothing shows it. Nor does it where a rank has skipped a step or taken one more. So a fingerprint of the settings and of
+how often step() was called travels with the exchange that ends every backward; where it differs, the ranks send what it
+was made of. Only numbers are looked at. This module also writes settings as JSON and takes them over, for `join`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Settings:
     def told(self) -> list[int]:
         if self._mesh.world == 1:
             return []
-        number = NOTHING if self.silent else fingerprint(self._optimizers)
+        number = NOTHING if self.silent else fingerprint(self._optimizers, self._mesh.steps)
         return [number, number if self.silent else -number]
 
     def heard(self, largest: Sequence[int]) -> None:
@@ -46,11 +46,12 @@ class Settings:
         if not self._differ:
             return
         self._differ = False
-        mine = None if self.silent else describe(self._optimizers)
+        mine = None if self.silent else [str(self._mesh.steps), *describe(self._optimizers)]
         everyone = exchange(self._mesh, mine, "comparison of the ranks' optimizer settings")
         told = [rank for rank, lines in enumerate(everyone) if lines is not None]
         odd = next((rank for rank in told if everyone[rank] != everyone[told[0]]), None)
         if odd is not None:
+            _refuse_steps(told[0], odd, everyone)
             found = first_difference(everyone[told[0]], everyone[odd], odd, told[0])
             raise ValueError(
                 f"The ranks' optimizer settings differ: {found}; each rank updates its part of every parameter, so "
@@ -58,9 +59,18 @@ class Settings:
             )
 
 
-def fingerprint(optimizers: Sequence[Optimizer]) -> int:
+def _refuse_steps(first: int, other: int, everyone: Sequence[Any]) -> None:
+    if everyone[first][0] != everyone[other][0]:
+        raise RuntimeError(
+            f"Rank {first} has called step() {everyone[first][0]} times and rank {other} {everyone[other][0]} times, "
+            "so their parts of the weights are of different steps; load the last checkpoint, and skip a step on every "
+            "rank or on none (nonfinite='skip' does so for gradients that are not finite)."
+        )
+
+
+def fingerprint(optimizers: Sequence[Optimizer], steps: int = 0) -> int:
     """31 bits; numbers hash alike in every process, text would not."""
-    found: list[Any] = []
+    found: list[Any] = [steps]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             found += [value for value in group.values() if type(value) in _PLAIN]

@@ -68,7 +68,7 @@ def iter_full(
         )
     if engine.joining is None:
         attend(engine.mesh, "zeor.iter_full")
-    engine.announce(events.OTHER, "zeor.iter_full")
+    engine.announce(events.OTHER, "zeor.iter_full", meets=False)
     groups = plan_groups(engine.units, cap, wanted)
     return _stream(engine, groups, cap, wanted, list(model.named_buffers()) if buffers else [])
 

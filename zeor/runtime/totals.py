@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeor.comm.agree import exchange
+from zeor.comm.meeting import meet
 from zeor.comm.mesh import control_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.memory.device import default_device
@@ -42,6 +43,7 @@ def _everyone(host: Any, mine: list[int | float]) -> list[list[int | float]]:
     for block in events.open_joins:
         if block.ranks == ranks:
             return [each for each in block.tell_total(mine) if each is not None]
+    meet(host, "zeor.total")
     return exchange(host, mine, "exchange of zeor.total")
 
 
