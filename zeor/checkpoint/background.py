@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,13 @@ from zeor.checkpoint.snapshot import HostBlocks
 from zeor.checkpoint.urls import Place
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
+from zeor.comm.stuck import has_failed
 from zeor.memory.device import thread_beside
 from zeor.runtime.engine import Engine
 
 SNAPSHOT_SHARE = 0.8  # of the free host memory: what a snapshot may newly take
 LEAST_TIMEOUT = 3600.0  # seconds that ranks wait for the slowest one's disk
+LEAVE_SECONDS = 10.0  # that a program waits at its end for a save, once a collective has failed
 
 log = logging.getLogger("zeor")
 
@@ -72,6 +75,7 @@ class Saving:
         self._path: Place | None = None
         self._error: BaseException | None = None
         self._pid = os.getpid()
+        self.timeout: float | None = None  # of the mesh's collectives
 
     @property
     def done(self) -> bool:
@@ -87,9 +91,9 @@ class Saving:
         assert self._path is not None
         return self._path
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         if self._thread is not None and self._pid == os.getpid():  # in a forked process there is no such thread
-            self._thread.join()
+            self._thread.join(seconds)
 
     def take_error(self) -> BaseException | None:
         """What went wrong; whoever asks is responsible for it from then on."""
@@ -99,6 +103,7 @@ class Saving:
     def start(self, run: Run, found: Contents, before: threading.Thread | None) -> None:
         _unseen.add(self)
         _watch_exit()
+        self.timeout = run.mesh.timeout
         work = (run, found, before)
         self._thread = threading.Thread(target=self._work, args=work, daemon=True, name="zeor-checkpoint")
         self._thread.start()
@@ -153,11 +158,24 @@ def _finish() -> None:
     for each in sorted(_unseen, key=lambda saving: saving.step):
         if each._pid != os.getpid():
             continue
-        each.join()
-        if each._error is not None:
+        each.join(_patience(each))
+        if not each.done:
+            log.error(
+                "zeor: the program ends after an error, and the checkpoint of step %d, which other ranks did not "
+                "finish either, is left as it is: nothing of it is visible.", each.step,
+            )  # fmt: skip
+        elif each._error is not None:
             log.error(
                 "zeor: the program ends, and the checkpoint of step %d was not written: %s", each.step, each._error
             )
+
+
+def _patience(saving: Saving) -> float | None:
+    """How long a program that ends waits for a save: as long as it takes, unless something went wrong. Then other ranks
+    may never answer, and the process must be able to leave."""
+    if has_failed():
+        return LEAVE_SECONDS
+    return saving.timeout if hasattr(sys, "last_value") else None  # an error that nobody caught
 
 
 # ---- one per sharded model

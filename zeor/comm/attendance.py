@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeor.comm.asking import asker
 from zeor.comm.mesh import Mesh
 from zeor.comm.stuck import explain
 
@@ -54,17 +55,18 @@ class _Call:
 
     def __init__(self, mesh: Mesh, what: str, count: int) -> None:
         self.mesh, self.what, self.count = mesh, what, count
-        self.store = dist.distributed_c10d._get_default_store()
+        self._ask = asker().ask
         self.base = f"zeor/attend/{mesh.control.group_name}"
 
     def meet(self, patience: float) -> None:
         if self._is_set(self._key("failed")):
             self._after_a_failure()
-        self.store.set(self._key(self.mesh.rank), f"{self.what}\n{self.mesh.steps}")
-        if self.store.add(self._key("count"), 1) == self.mesh.world:
-            self.store.set(self._key("all"), self._differences() or "-")
+        self._set(self.mesh.rank, f"{self.what}\n{self.mesh.steps}")
+        count = self._key("count")
+        if self._ask(lambda store: store.add(count, 1)) == self.mesh.world:
+            self._set("all", self._differences() or "-")
         self._wait(patience)
-        told = self.store.get(self._key("all")).decode()
+        told = self._get("all")
         if told != "-":
             raise AbsentRanks(f"{self.what}: every rank must call it, but {told}.")
         self._forget_the_last()
@@ -100,15 +102,16 @@ class _Call:
     def _given_up(self, patience: float) -> AbsentRanks:
         missing = self._missing()
         text = f"every rank must call {self.what}; ranks {missing} did not within {patience:g} s"
-        self.store.set(self._key("failed"), text)
+        self._set("failed", text)
         ranks = dist.get_process_group_ranks(self.mesh.control)
         # What comm/stuck.py tells the others, where this rank now leaves them in a collective.
-        self.store.set(f"zeor/stuck/{ranks[self.mesh.rank]}", f"{self.what}, which not every rank called")
+        name, note = f"zeor/stuck/{ranks[self.mesh.rank]}", f"{self.what}, which not every rank called"
+        self._ask(lambda store: store.set(name, note))
         return AbsentRanks(f"{text[0].upper()}{text[1:]}. Call it outside of `if rank == 0:`.")
 
     def _after_a_failure(self) -> None:
         """The others gave up on this one. They may be at the next already, and this rank then joins them there."""
-        text = self.store.get(self._key("failed")).decode()
+        text = self._get("failed")
         self.count += 1
         if not self._is_set(self._key("count")):
             raise AbsentRanks(f"{self.what} was given up by the other ranks: {text}.")
@@ -116,7 +119,7 @@ class _Call:
 
     def _differences(self) -> str:
         """Who is elsewhere; asked by the last one to come."""
-        found = [self.store.get(self._key(rank)).decode().split("\n") for rank in range(self.mesh.world)]
+        found = [self._get(rank).split("\n") for rank in range(self.mesh.world)]
         other = next((rank for rank, note in enumerate(found) if note != found[0]), None)
         if other is None:
             return ""
@@ -132,10 +135,21 @@ class _Call:
         """All are here, so nobody is at the call before any more: its notes go."""
         self.count -= 1
         for name in [self.mesh.rank, *(("count", "all", "failed") if self.mesh.rank == 0 else ())]:
-            self.store.delete_key(self._key(name))
+            self._delete(self._key(name))
 
     def _key(self, name: str | int) -> str:
         return f"{self.base}/{self.count}/{name}"
 
     def _is_set(self, key: str) -> bool:
-        return self.store.check([key])
+        return bool(self._ask(lambda store: store.check([key])))
+
+    def _set(self, name: str | int, text: str) -> None:
+        key = self._key(name)
+        self._ask(lambda store: store.set(key, text))
+
+    def _delete(self, key: str) -> None:
+        self._ask(lambda store: store.delete_key(key))
+
+    def _get(self, name: str | int) -> str:
+        key = self._key(name)
+        return str(self._ask(lambda store: store.get(key)).decode())

@@ -17,6 +17,11 @@ Some optimizers (Prodigy, D-Adaptation) estimate one step size from sums over al
 only after some steps in one direction; others (Shampoo's kin) look at whole matrices only after some steps, or only
 at a gradient that is at a right angle to its parameter (AdamP). So the small toys also walk: more steps, the first of
 them aside and all others in one direction.
+
+Note [Once]
+~~~~~~~~~~~
+The trials take a tenth of a second and more. torch's own optimizers are tried once in a process for each choice of
+settings; one of another's once for each object, as attributes of the object may decide what its step does.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import contextlib
 import copy
 import sys
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -64,15 +70,26 @@ def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
 
 def probe_groups(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> list[Kind]:
     """The kind of each group. Groups that differ in numbers of the schedule alone are of one kind."""
-    kinds: dict[str, Kind] = {}
-    found = []
+    kinds, found = _known(optimizer), []
     for number, group in enumerate(optimizer.param_groups):
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")}
-        key = repr(sorted(rest.items(), key=lambda item: item[0]))
+        settings = repr(sorted(rest.items(), key=lambda item: item[0]))
+        key = (raw_step(optimizer), device, dtype, bool(optimizer.state), settings)
         if key not in kinds:
             kinds[key] = probe(optimizer, device, dtype, number)
         found.append(kinds[key])
     return found
+
+
+_of_torch: dict[Any, Kind] = {}
+_of_others: weakref.WeakKeyDictionary[Optimizer, dict[Any, Kind]] = weakref.WeakKeyDictionary()
+
+
+def _known(optimizer: Optimizer) -> dict[Any, Kind]:
+    """What was found before: see Note [Once]."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return _of_torch
+    return _of_others.setdefault(optimizer, {})
 
 
 def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype, group: int = 0) -> Kind:
