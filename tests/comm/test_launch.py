@@ -263,3 +263,41 @@ def test_launch_inside_a_rank_is_refused():
 
     with pytest.raises(RankError, match=r"RuntimeError: launch\(\) was called inside rank 0"):
         launch(nested, ranks=1)
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses on which a process listens, as the kernel writes them: hexadecimal, IPv6 ones with 32 digits."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if _is_open(pid, fd)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def _is_open(pid: int, fd: str) -> bool:
+    return os.path.lexists(f"/proc/{pid}/fd/{fd}")
+
+
+def train_and_listen(by_hand: bool) -> tuple[list[str], list[str]]:
+    import torch
+    import torch.distributed as dist
+
+    import zeor
+
+    if by_hand:
+        dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 4)
+    zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return listening(os.getpid()), listening(os.getppid())
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("by_hand", [False, True], ids=["by zeor", "by hand"])
+def test_nobody_on_the_network_is_let_in(by_hand):
+    """Neither to the store, which would take any message, nor to the ranks."""
+    for mine, launchers in launch(train_and_listen, by_hand, ranks=2):
+        assert mine and launchers
+        assert set(mine + launchers) == {"0100007F"}  # 127.0.0.1

@@ -2,7 +2,9 @@
 
 The function travels to the ranks by cloudpickle over a pipe, so `__main__` is never imported again: a script
 needs no `if __name__ == "__main__"` guard, and functions of a notebook cell work. Ranks find torchrun's
-environment variables and initialise process groups themselves; nothing here knows torch.
+environment variables and initialise process groups themselves. The store by which they find each other is held here,
+as torchrun's agent does: it outlives every rank, so those that are left can say who is gone. It listens on loopback
+alone, and so do the ranks: nobody on the network is let in.
 A launch ends as a whole: with the results of all ranks or with one error, and with no process left behind.
 One rank's process is in rank_process.py, and what runs inside it in rank_main.py.
 """
@@ -12,16 +14,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch.distributed as dist
 
 from zeor.comm.rank_main import LEAVE
 from zeor.comm.rank_process import RankProcess
+from zeor.comm.world import STORE_VARIABLE
 
+_LOCAL = "127.0.0.1"
 _TICK_SECONDS = 0.2  # how often exits are looked for; messages and output are seen at once
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _LEAVE_SECONDS = 30.0  # for what ranks do at exit, once all results are in
@@ -71,7 +77,8 @@ def launch(
             "running: call it only in the process that starts the ranks, or call the function itself here"
         )
     payload = _pickle_call(fn, args, kwargs)
-    shared_env = _shared_env(ranks, threads, env or {})
+    store = _local_store()
+    shared_env = _shared_env(ranks, threads, env or {}, store.port)
     deadline = time.monotonic() + timeout if timeout is not None else float("inf")
     print(end="", flush=True)  # what was printed before the launch is seen before what the ranks print
     team: list[RankProcess] = []
@@ -85,6 +92,7 @@ def launch(
             _leave(team)
     finally:
         _end(team)
+        del store
     return _results(team, timeout)
 
 
@@ -101,9 +109,20 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         ) from error
 
 
-def _shared_env(ranks: int, threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:
+def _local_store() -> dist.TCPStore:
+    """Listens on a free port of this machine's loopback; torch's own would listen on every interface."""
+    with socket.socket() as listener:
+        listener.bind((_LOCAL, 0))
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(_LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _shared_env(ranks: int, threads: int | None, extra: Mapping[str, str], port: int) -> dict[str, str]:
     """The variables that all ranks have in common, named as torchrun names them."""
     env = {**os.environ, **extra}
+    for backend in ("GLOO", "NCCL"):
+        env.setdefault(f"{backend}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     env.setdefault("OMP_NUM_THREADS", str(max(1, _core_count() // ranks)))
@@ -112,8 +131,10 @@ def _shared_env(ranks: int, threads: int | None, extra: Mapping[str, str]) -> di
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_ADDR": _LOCAL,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # whoever initialises a group by these variables is a client of ours
+        STORE_VARIABLE: f"{_LOCAL}:{port}",
     }
 
 
@@ -122,12 +143,6 @@ def _core_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _await_outcomes(team: list[RankProcess], deadline: float) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from zeor.comm.asking import ANSWER_SECONDS, SilentStore, asker
 from zeor.comm.mesh import Mesh
+from zeor.comm.world import STORE_VARIABLE
 
 GRACE_SECONDS = 3.0
-STORE_VARIABLE = "ZEOR_STORE"  # HOST:PORT of a store that outlives the ranks; set by launch.py
 
 
 _failed: list[str] = []

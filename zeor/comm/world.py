@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+STORE_VARIABLE = "ZEOR_STORE"  # HOST:PORT of a store that outlives the ranks; set by launch.py
+
 
 def ensure_process_group(device: torch.device, timeout: float) -> None:
     """Initialise torch.distributed's default group if the environment asks for one and it is not there."""
@@ -21,6 +23,8 @@ def ensure_process_group(device: torch.device, timeout: float) -> None:
         _take_over_slurm()
     if "RANK" not in os.environ:
         return
+    if STORE_VARIABLE in os.environ:
+        return _join_launch(device, timeout)
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise RuntimeError(
@@ -28,6 +32,19 @@ def ensure_process_group(device: torch.device, timeout: float) -> None:
             "or call torch.distributed.init_process_group before zeor.shard."
         )
     dist.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout))
+
+
+_joined: list[None] = []  # one for each time this process has joined
+
+
+def _join_launch(device: torch.device, timeout: float) -> None:
+    """By the store of zeor.launch, which outlives every rank; with names of its own each time."""
+    host, _, port = os.environ[STORE_VARIABLE].rpartition(":")
+    limit = timedelta(seconds=timeout)
+    _joined.append(None)
+    store = dist.PrefixStore(f"zeor/{len(_joined)}", dist.TCPStore(host, int(port), is_master=False, timeout=limit))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=limit)
 
 
 def backend_for(device: torch.device) -> str:

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from zeor.comm.asking import ANSWER_SECONDS, SilentStore, asker
-
 WITHOUT_A_GROUP = 0  # where ranks cannot ask each other yet
 WAIT_SECONDS = 600.0
 
@@ -78,20 +76,18 @@ def rank_0_says(own: int, what: str, mesh: Any) -> int:
     count = _counts[group] = _counts.get(group, 0) + 1
     ranks = dist.get_process_group_ranks(group)
     key = f"zeor/data/seed/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{group.group_name}/{count}"
-    ask = asker().ask
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank(group) == 0:
-        ask(lambda store: store.set(key, json.dumps([own, what])))
+        store.set(key, json.dumps([own, what]))
         return own
     try:
-        ask(lambda store: store.wait([key], timedelta(seconds=WAIT_SECONDS)), WAIT_SECONDS + ANSWER_SECONDS)
-    except SilentStore:
-        raise
+        store.wait([key], timedelta(seconds=WAIT_SECONDS))
     except RuntimeError as error:
         raise RuntimeError(
             f"zeor.data.shard({what}): rank 0 did not shard it within {WAIT_SECONDS:g} s; every rank must call "
             "zeor.data.shard on the same data, or give seed=."
         ) from error
-    seed, theirs = json.loads(ask(lambda store: store.get(key)))
+    seed, theirs = json.loads(store.get(key))
     if theirs != what:
         raise ValueError(
             f"zeor.data.shard was given {what} on rank {dist.get_rank(group)} and {theirs} on rank 0; every rank must "

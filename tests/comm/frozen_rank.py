@@ -1,0 +1,48 @@
+"""One rank of two that trains; rank `who` stops or dies at `place`. Run as a script by test_frozen.py, with torchrun's
+variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import zeor
+from tests import loops
+
+TIMEOUT_SECONDS = 4.0
+
+
+def main(who: int, place: str, how: str, folder: str) -> None:
+    model = loops.net()
+    _, optimizer = zeor.shard(model, torch.optim.AdamW(model.parameters()), stage=3, timeout=TIMEOUT_SECONDS)
+    loops.train(model, optimizer, range(2), loops.own_loss)
+
+    def here(now: str) -> None:
+        if now == place and dist.get_rank() == who:
+            Path(folder, "there").touch()
+            os.kill(os.getpid(), getattr(signal, how))
+
+    here("between steps")
+    loss = loops.own_loss(model, 2)
+    here("after forward")
+    model.head.weight.register_hook(lambda grad: here("in backward"))
+    loss.backward()
+    here("after backward")
+    zeor.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    here("after step")
+    if place == "in a background save":
+        zeor.save(folder + "/saved", model, optimizer, step=3, asynchronous=True)
+        here(place)
+    with zeor.full_params(model):
+        pass
+    loops.train(model, optimizer, range(3, 5), loops.own_loss)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
