@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +18,14 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
+from zeor.data.devices import follow
 from zeor.memory import device as devices
 from zeor.memory.param import is_sharded
 from zeor.optim.checks import check_kind, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.ema import ema
 from zeor.optim.guard import watch_steps
 from zeor.optim.stepper import Stepper
-from zeor.plan import Plan
+from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
@@ -55,10 +57,27 @@ def shard(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    mesh: Any = None,
+    stage: int = 3,
+    precision: Precision | str | None = None,
+    reduction: str = "mean",
     units: Sequence[nn.Module | type] | None = None,
+    mesh: Any = None,
     device: Any = None,
-    **options: Any,
+    overlap: bool = True,
+    prefetch: int = 1,
+    kernel: str = "auto",
+    deterministic: bool = False,
+    buffers: str = "mean",
+    nonfinite: str = "warn",
+    timeout: float | None = None,
+    offload: Offload | Mapping[str, Any] | str | None = None,
+    moments: str = "exact",
+    release: bool = False,
+    delay: int = 0,
+    methods: str | Sequence[str] = (),
+    keep_whole: int | None = None,
+    recompute: Any = False,
+    **unknown: Any,
 ) -> Any:
     """Shard a model and its optimizer(s) over the ranks, in place. Returns (model, optimizer), or the model
     alone when no optimizer is given; a later `shard(model, optimizer)` then adds it.
@@ -69,8 +88,9 @@ def shard(
     reduction="mean" gradients are averaged over ranks; "sum" adds them.
     units=None       modules or classes gathered as one; None finds them.
     mesh=None        a one-dimensional DeviceMesh or a process group; None is every rank.
-    device=None      where the parameters are to live; None is where they are. A model on the meta device goes to
-                     this rank's accelerator or the CPU; fill it by zeor.load_pretrained or zeor.init_parameters.
+    device=None      where the parameters are to live. None: where they are, but a model on the CPU goes to accelerator
+                     LOCAL_RANK if this host has one for each of its ranks; "cpu" says no. A model on the meta device
+                     goes there too; fill it by zeor.load_pretrained or zeor.init_parameters.
     overlap=True     communicate while computing; the results are the same bits either way.
     prefetch=1       units gathered ahead.
     kernel="auto"    one-pass update on a GPU where it can do the optimizer's arithmetic; "stock" refuses it.
@@ -94,6 +114,10 @@ def shard(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
+    options = {"stage": stage, "precision": precision, "reduction": reduction, "overlap": overlap, "prefetch": prefetch,
+               "kernel": kernel, "deterministic": deterministic, "buffers": buffers, "nonfinite": nonfinite,
+               "timeout": timeout, "offload": offload, "moments": moments, "release": release, "delay": delay,
+               "methods": methods, "keep_whole": keep_whole, "recompute": recompute, **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
         return _shard(model, optimizer, mesh, units, device, options)
 
@@ -101,7 +125,8 @@ def shard(
 def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any, options: dict[str, Any]) -> Any:
     optimizers = _as_list(optimizer)
     if vars(model).get(_ATTRIBUTE) is not None:
-        return _add_optimizers(model, optimizer, optimizers, options or units or mesh or device)
+        changed = any(value != _DEFAULTS.get(name, value) for name, value in options.items())
+        return _add_optimizers(model, optimizer, optimizers, changed or units or mesh or device)
     plan = Plan.parse(options)
     compile_in_place(model)
     units = units and [unwrapped(unit) for unit in units]
@@ -110,9 +135,9 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
     refuse_optimizers_in_backward(model.named_parameters())
     check_wanted(model, plan.recompute)
     entries = find_entries(model, plan.methods)
-    place = devices.device_of(model, device, getattr(mesh, "device_type", None))
-    ensure_process_group(place, plan.timeout)
-    the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
+    home = devices.home_of(model, device, getattr(mesh, "device_type", None))
+    ensure_process_group(home.device, plan.timeout)
+    the_mesh = make_mesh(mesh, home.device, plan.deterministic, plan.timeout)
     check_model(model, the_mesh.world)
     if the_mesh.world > 1 and given.around(model.parameters()):
         raise RuntimeError(
@@ -125,8 +150,12 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
     watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
-    show_start(model, state.engine, optimizers)
+    follow(home.device)
+    show_start(model, state.engine, optimizers, home.note)
     return model if optimizer is None else (model, optimizer)
+
+
+_DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
 
 
 def _as_list(optimizer: Any) -> list[Optimizer]:

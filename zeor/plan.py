@@ -317,13 +317,14 @@ class Plan:
         known = [field.name for field in dataclasses.fields(Plan)]
         for name in options:
             if name not in known:
-                raise TypeError(f"zeor has no option {name!r}{nearest(name, [*known, 'units', 'mesh'])}.")
+                raise TypeError(f"zeor has no option {name!r}{nearest(name, [*known, 'units', 'mesh', 'device'])}.")
         options = dict(options)
         options["precision"] = Precision.parse(options.get("precision"))
         options["offload"] = Offload.parse(options.get("offload"))
         if isinstance(options.get("recompute"), (list, tuple)):
             options["recompute"] = tuple(options["recompute"])
-        options.setdefault("keep_whole", KEEP_WHOLE)
+        if options.get("keep_whole") is None:
+            options["keep_whole"] = KEEP_WHOLE
         methods = options.get("methods") or ()
         options["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if options.get("timeout") is None:

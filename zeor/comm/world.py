@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeor.memory.device import BACKEND_VARIABLE
+
 STORE_VARIABLE = "ZEOR_STORE"  # HOST:PORT of a store that outlives the ranks; set by launch.py
 
 
@@ -51,7 +53,8 @@ def backend_for(device: torch.device) -> str:
     """Gloo for CPU tensors always; the accelerator's own backend beside it."""
     if device.type == "cpu":
         return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    own = os.environ.get(BACKEND_VARIABLE) or dist.get_default_backend_for_device(device)
+    return f"cpu:gloo,{device.type}:{own}"
 
 
 def _take_over_slurm() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from zeor.data.devices import Moved
 from zeor.data.history import History
 from zeor.data.position import Pass, seed_now
 from zeor.data.sampler import RankSampler
@@ -104,6 +105,19 @@ class Counting:
         """The next iter() continues there; the state may come from another number of ranks."""
         self._dealt.load_state_dict(state)
         object.__setattr__(self, "_iterator", None)  # persistent workers hold an older copy
+
+
+class Moving:
+    """A loader whose batches come on a device: see devices.py."""
+
+    _device: torch.device | None
+
+    def __iter__(self) -> Any:
+        return Moved(super().__iter__(), self._device)  # type: ignore[misc]
+
+
+def moving(loader: DataLoader, device: torch.device | None) -> DataLoader:
+    return _replace(loader, _mixed(Moving, type(loader)), _device=device)  # type: ignore[arg-type]
 
 
 class Advancing:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
 from zeor.data.history import History, history_of
-from zeor.data.loader import is_sharded, loader_of_batches, loader_of_samples, loader_of_stream, sampler_for
+from zeor.data.loader import is_sharded, loader_of_batches, loader_of_samples, loader_of_stream, moving, sampler_for
 from zeor.data.place import place
 from zeor.data.position import seed_now
 from zeor.data.sampler import RankSampler
@@ -34,6 +35,7 @@ def shard(
     drop_last: bool | None = None,
     uneven: bool = False,
     mesh: Any = None,
+    device: Any = None,
 ) -> Any:
     """This rank's part of a DataLoader, of a dataset or of a stream.
 
@@ -72,6 +74,8 @@ def shard(
                 loop inside `with zeor.join(model):`. A stream of files that can cut itself
                 (`.shard(num_shards=, index=)`, as Hugging Face's) is then cut by files, each rank reading its own.
     mesh        a DeviceMesh or process group to shard over; default: all ranks.
+    device      where a loader's batches come, whole, targets too. None: where the model is that was sharded last, so
+                that a loop needs no `.to(...)`; "cpu": they stay where they are made.
     """
     rank, world = place(mesh)
     options = (rank, world, shuffle, seed, drop_last, uneven)
@@ -80,7 +84,12 @@ def shard(
         return seed if seed is not None else Seed(own_seed(data), _described(data), world, mesh)
 
     history = history_of(data, options, new_seed)
-    return shard_for(data, rank, world, shuffle=shuffle, drop_last=drop_last, uneven=uneven, history=history)
+    found = shard_for(data, rank, world, shuffle=shuffle, drop_last=drop_last, uneven=uneven, history=history)
+    if device is not None and not isinstance(data, DataLoader):
+        raise ValueError(f"device={device!r} is for a DataLoader, whose batches it places; leave it out here.")
+    if isinstance(found, DataLoader) and (found is not data or not is_sharded(found)):
+        return moving(found, None if device is None else torch.device(device))
+    return found
 
 
 def shard_for(

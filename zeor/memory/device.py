@@ -8,30 +8,124 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+BACKEND_VARIABLE = "ZEOR_BACKEND"  # of accelerators, in place of their own: "gloo" lets ranks share one, for trying out
 
-def device_of(model: nn.Module, wanted: Any = None, mesh_type: str | None = None) -> torch.device:
-    """Where a sharded model is to live: where it is said to (`wanted`); else where its parameters are; else, as all
-    are on the meta device, on the mesh's kind of device, this rank's accelerator or the CPU."""
+
+class Home(NamedTuple):
+    """Where a sharded model is to live, and what the user should hear of it."""
+
+    device: torch.device
+    note: str = ""
+
+
+def home_of(model: nn.Module, wanted: Any = None, mesh_type: str | None = None) -> Home:
+    """Where it is said to (`wanted`); else where its parameters are, but a model on the CPU goes to this rank's
+    accelerator where there is one for each rank of this host; one on the meta device goes there or to the CPU. The
+    accelerator is the current device from here on."""
     if wanted is not None:
-        return _given(wanted)
+        return Home(_given(wanted))
     params = list(model.named_parameters())
     real = [(name, param) for name, param in params if param.device.type != "meta"]
-    if real or not params:
-        return one_device(real)
-    return default_device() if mesh_type is None else _given(mesh_type)
+    here = one_device(real) if real or not params else None
+    if here is not None and here.type != "cpu":
+        return Home(here)
+    if mesh_type is not None:
+        return Home(_given(mesh_type))
+    device, why_not = _of_rank()
+    if device.type == "cpu":
+        return Home(device, why_not and f"the model stays on the CPU: {why_not}")
+    return Home(device, "" if here is None else f"the model was moved from the CPU to {device}")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is; one on the meta device has this rank's accelerator, or the CPU, before it."""
+    real = [(name, param) for name, param in model.named_parameters() if param.device.type != "meta"]
+    return one_device(real) if real or not list(model.parameters()) else default_device()
 
 
 def default_device() -> torch.device:
     """This rank's accelerator, or the CPU."""
+    return _of_rank()[0]
+
+
+# ---- which accelerator is this rank's
+
+
+def _of_rank() -> tuple[torch.device, str]:
+    """This rank's accelerator, made the current device; or the CPU and, where there is an accelerator, why."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return _given("cpu" if accelerator is None else accelerator.type)
+    if accelerator is None:
+        return torch.device("cpu"), ""
+    count, ranks = torch.accelerator.device_count(), local_world()
+    why_not = too_few(count, ranks) or _group_without(accelerator.type)
+    if why_not:
+        return torch.device("cpu"), why_not
+    return _made_current(accelerator.type), ""
+
+
+def too_few(count: int, ranks: int) -> str:
+    """Why the accelerators of a host do not do for its ranks."""
+    if count >= ranks or BACKEND_VARIABLE in os.environ:
+        return ""
+    return (
+        f"{ranks} ranks of this host see {count} accelerator(s); start as many ranks as there are, or, if each rank "
+        "sees one of its own, give device= its kind, such as 'cuda'"
+    )
+
+
+def _group_without(kind: str) -> str:
+    """Why the process group that the user has made does not do for an accelerator."""
+    if not dist.is_available() or not dist.is_initialized() or BACKEND_VARIABLE in os.environ:
+        return ""
+    own = dist.get_default_backend_for_device(kind)
+    if own in str(dist.get_backend_config()) or "fake" in str(dist.get_backend_config()):
+        return ""
+    return f"the process group is {dist.get_backend()}'s; leave it to zeor.shard, or initialise it with {own}"
+
+
+def _made_current(kind: str) -> torch.device:
+    device = torch.device(kind, _index())
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _index() -> int:
+    return index_of_rank(torch.accelerator.device_count(), torch.accelerator.current_device_index())
+
+
+def idle_accelerator() -> str:
+    """The name of the accelerator that this rank has, if it has one; nothing is changed."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or too_few(torch.accelerator.device_count(), local_world()):
+        return ""
+    return f"{accelerator.type}:{_index()}"
+
+
+def index_of_rank(count: int, current: int) -> int:
+    """By LOCAL_RANK, unless the user has chosen another device than the first."""
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
+    if current or not local.isdigit():
+        return current
+    if BACKEND_VARIABLE in os.environ:
+        return int(local) % count  # ranks may share one
+    return int(local) if int(local) < count else current  # it may be the only one that this rank sees
+
+
+def local_world() -> int:
+    """Ranks on this host, as torchrun, zeor.launch or SLURM say."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not found and "SLURM_LOCALID" in os.environ:
+        found = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    return int(found) if found.isdigit() else 1
 
 
 def _given(wanted: Any) -> torch.device:
@@ -47,13 +141,10 @@ def _given(wanted: Any) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         found = "none" if accelerator is None else accelerator.type
         raise ValueError(f"device={str(wanted)!r} was asked for; the accelerator here is {found}.")
-    current = torch.accelerator.current_device_index()
-    if device.index not in (None, current):
-        raise ValueError(
-            f"device={str(wanted)!r} was asked for but this rank's current device is {device.type}:{current}; call "
-            "torch.accelerator.set_device_index(LOCAL_RANK) first."
-        )
-    return torch.device(device.type, current)
+    if device.index is None:
+        return _made_current(device.type)
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 @contextlib.contextmanager

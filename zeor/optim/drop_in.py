@@ -8,6 +8,7 @@ stage 1 slices the optimizer's state, stage 2 the gradients too.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
-from zeor.memory.device import one_device
+from zeor.data.devices import follow
+from zeor.memory.device import idle_accelerator, one_device
 from zeor.optim.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
@@ -27,6 +29,8 @@ from zeor.runtime.hooks import collect_from, take_off_before_backward
 from zeor.runtime.keys import lane_key
 from zeor.runtime.unit import Slot
 from zeor.runtime.wrapped import refuse_sharded
+
+log = logging.getLogger("zeor")
 
 # Parameters are grouped into units of this part of the model: enough of them to overlap, none tiny.
 UNITS = 16
@@ -62,6 +66,10 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     refuse_sharded(params)
     refuse_optimizers_in_backward(params)
     device = one_device((name, param) for name, param in params)
+    if device.type == "cpu" and (idle := idle_accelerator()):
+        name = f"zeor.optim.{type(optimizer).__name__}"
+        log.info("zeor: the parameters are on the CPU; to train on %s, write model.to(%r) before %s", idle, idle, name)
+    follow(device)
     ensure_process_group(device, plan.timeout)
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
     _compare(the_mesh, params)

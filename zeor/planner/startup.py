@@ -21,14 +21,15 @@ from zeor.runtime.engine import Engine
 log = logging.getLogger("zeor")
 
 
-def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> None:
+def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer], note: str = "") -> None:
+    """`note`: what else the user should hear of where it runs."""
     if engine.mesh.rank != 0:
         return
     make_visible()
     numel = sum(slot.param.numel() for slot in engine.slots)
     frozen = sum(slot.param.numel() for slot in engine.slots if slot.lane.grads is None)
     where = f"{engine.mesh.world} rank(s), {devices.describe(engine.mesh.device)}, {engine.mesh.backend}"
-    log.info("stage %d on %s, torch %s", engine.plan.stage, where, torch.__version__)
+    log.info("stage %d on %s, torch %s%s", engine.plan.stage, where, torch.__version__, note and f"; {note}")
     log.info(
         "%s parameters%s in %d units; compute/reduce/master %s",
         f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(engine.units), _dtypes(engine),

@@ -1,4 +1,5 @@
-"""Inputs of the model in the dtype that it computes in, without copying what the caller may look at afterwards.
+"""Inputs of the model in the dtype and on the device that it computes in, without copying what the caller may look at
+afterwards.
 
 Tensors and tuples are cast on the way in. A list, a dict or a dataclass that holds a tensor to be cast is handed on as
 a copy with the cast tensor, and what forward puts into the copy is put into the caller's own object when forward ends;
@@ -14,18 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 class Casts:
-    """The casts of one forward's arguments."""
+    """The casts of one forward's arguments. dtype: of floating tensors, None: as they are. device: of tensors on the
+    host, single numbers excepted, which a device reads from there."""
 
-    def __init__(self, dtype: torch.dtype):
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype | None, device: torch.device):
+        self._dtype, self._device = dtype, device
         self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []  # (the caller's, the copy, what the copy began with)
 
     def cast(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.to(self._dtype) if value.is_floating_point() else value
+            return self._tensor(value)
+        if isinstance(value, PackedSequence):  # a tuple that keeps its lengths on the host
+            value = value if self._device.type == "cpu" else value.to(self._device)
+            return value if self._dtype is None else value.to(self._dtype)
         if isinstance(value, tuple):
             items = [self.cast(item) for item in value]
             if all(new is old for new, old in zip(items, value)):
@@ -40,6 +46,11 @@ class Casts:
             _put(made, key, item)
         self._copies.append((value, made, new))
         return made
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        if value.device.type == "cpu" and self._device.type != "cpu" and value.dim() > 0:
+            value = value.to(self._device, non_blocking=value.is_pinned())
+        return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
 
     def give_back(self) -> None:
         """What forward changed in the copies, into the caller's own."""

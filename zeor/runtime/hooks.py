@@ -335,10 +335,10 @@ class Hooks:
 
     def _prepare_root(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self._warn_autocast()
-        compute = self._engine.plan.precision.compute
-        if compute is None:
+        compute, device = self._engine.plan.precision.compute, self._engine.mesh.device
+        if compute is None and device.type == "cpu":
             return args, kwargs
-        casts = Casts(compute)
+        casts = Casts(compute, device)
         self._casts.append(casts)
         return casts.cast(args), casts.cast(kwargs)
 
