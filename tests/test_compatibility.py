@@ -1,4 +1,4 @@
-"""docs/compatibility-tests.md names the tests that hold what it says: all of them exist, and every row has an answer."""
+"""docs/compatibility-tests.md names the tests that hold what it says: all exist, and every row has an answer."""
 
 from __future__ import annotations
 

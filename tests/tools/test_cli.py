@@ -37,11 +37,16 @@ def test_mistyped_names_get_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
-def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])
     assert stopped.value.code == 0
-    assert f"zeor {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"zeor {command}" in shown
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_plan_prints_a_row_per_stage_and_world(capsys: pytest.CaptureFixture[str]) -> None:

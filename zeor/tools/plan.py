@@ -77,7 +77,11 @@ def meta_model(config: GPTConfig) -> GPT:
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """A built-in size, and options that change it."""
     parser.add_argument(
-        "--size", choices=SIZES, default="tiny", help="a built-in size to start from (default: %(default)s)"
+        "--size",
+        choices=SIZES,
+        default="tiny",
+        metavar="NAME",
+        help=f"a built-in size to start from: {', '.join(SIZES)} (default: %(default)s)",
     )
     for name, meaning in (
         ("layers", "transformer blocks"),
@@ -113,7 +117,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=("fp32", "bf16", "fp16"), help="what forward computes in (default: fp32)"
     )
     parser.add_argument(
-        "--optimizer", choices=sorted(MOMENTS), default="AdamW", help="of torch.optim (default: %(default)s)"
+        "--optimizer",
+        choices=sorted(MOMENTS),
+        default="AdamW",
+        metavar="NAME",
+        help=f"of torch.optim: {', '.join(sorted(MOMENTS))} (default: %(default)s)",
     )
 
     add_tier_arguments(parser)
