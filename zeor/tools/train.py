@@ -54,8 +54,8 @@ CLIP_NORM = 1.0
 # No padding: zeor.report() takes it from the layout, as the planner does, so there is nothing to compare.
 COLUMNS = (*ROLES, "resident", "transient")
 LEGEND = (
-    f"loss: rank 0's, smoothed, nats per byte; grad_norm: before clipping at {CLIP_NORM:g}; lr: learning rate; tok/s: "
-    "tokens a second, all ranks together"
+    f"loss: rank 0's, smoothed, nats per byte; grad_norm: before clipping at {CLIP_NORM:g}; tok/s: tokens a "
+    "second, all ranks together; lr: learning rate"
 )
 TABLE_NOTE = (
     "resident: between backward and step, the sum of the four before it, as the sizes of the storages alive then. "
