@@ -2,7 +2,7 @@
 
     python -m benchmarks.table                         # every file of benchmarks/results
     python -m benchmarks.table results/cpu_ranks.json  # one of them
-    python -m benchmarks.table --into README.md        # replace the tables inside a document
+    python -m benchmarks.table --into docs/benchmarks.md  # replace the tables inside a document
 
 A document names the table it wants by the result's path, and --into replaces what lies between:
 

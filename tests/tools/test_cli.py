@@ -37,18 +37,29 @@ def test_mistyped_names_get_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
-def test_help_of_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
         cli.main([command, "--help"])
     assert stopped.value.code == 0
-    assert f"zeor {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"zeor {command}" in shown
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_plan_prints_a_row_per_stage_and_world(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--stages", "0", "3", "--worlds", "1", "4", "--layers", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "2 layers, width 128" in lines[0]
-    assert [line.split()[:2] for line in lines[-4:]] == [["0", "1"], ["0", "4"], ["3", "1"], ["3", "4"]]
+    rows = [line.split() for line in lines if line[:1].isdigit()][1:]
+    assert [row[:2] for row in rows] == [["0", "1"], ["0", "4"], ["3", "1"], ["3", "4"]]
+    header = next(line for line in lines if line.startswith("stage")).split()
+    assert header == ["stage", "ranks", *plan.COLUMNS, "peak"]
+    assert lines[1] == "MiB per rank with AdamW, fp32"
+    numel = sum(p.numel() for p in plan.meta_model(GPTConfig(layers=2)).parameters())
+    assert rows[0][header.index("compute")] == f"{4 * numel / 2**20:.2f}"
 
 
 def test_plan_of_a_large_model_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,16 +71,59 @@ def test_plan_by_tier_shows_peaks(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--size", "gpt2", "--precision", "bf16", "--stages", "3", "--worlds", "1", "--batch", "2", "512"]
     assert cli.main([*asked, "--offload", "host", "--release"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].split() == ["stage", "ranks", *plan.TIERS]
-    cells = dict(zip(plan.TIERS, lines[-1].split()[2::2]))
+    assert [line.split() for line in lines[3:5]] == [
+        ["device", "host"],
+        ["stage", "ranks", "device", "host", "disk", "window", "activations", "peak", "peak"],
+    ]
+    cells = dict(zip(plan.TIERS, lines[6].split()[2:]))
     assert float(cells["host"]) == pytest.approx(10 * 124.4e6 / 2**30, rel=0.6)  # the head is not tied to the tokens
-    assert cells["disk"] == "0" and float(cells["activations"]) > 0
+    assert cells["disk"] == "0.00" and float(cells["activations"]) > 0
+
+
+WAYS = {
+    "by role": [],
+    "by tier": ["--offload", "host"],
+    "released": ["--release"],
+    "small moments": ["--moments", "int8"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plan_says_when_activations_are_not_counted(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--size", "gpt2", "--precision", "bf16", "--stages", "3", "--worlds", "2", *WAYS[way]]
+    assert cli.main(asked) == 0
+    out = capsys.readouterr().out
+    assert "Activations are NOT counted" in out and "--batch SEQUENCES TOKENS counts them" in out.replace("\n", " ")
+    if way != "by role":
+        assert dict(zip(plan.TIERS, out.splitlines()[6].split()[2:]))["activations"] == "-", "unknown, and not zero"
+    assert cli.main([*asked, "--batch", "2", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "NOT counted" not in out
+    assert "Activations are counted for 2 x 128 tokens a rank and step, blocks recomputed." in out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plan_fits_a_terminal(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--size", "65b", "--stages", "0", "--worlds", "1", *WAYS[way]]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 79] == []
+
+
+def test_a_row_that_does_not_fit_a_budget_is_explained_in_short_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = ["--offload", "auto", "--device-budget", "12GiB", "--host-budget", "4GiB"]
+    assert cli.main(["plan", "--size", "gpt2-xl", "--precision", "bf16", "--worlds", "1", "8", *budgets]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["0", "1", *"-" * len(plan.TIERS)] in [line.split() for line in lines]
+    assert any(line.startswith("stage 0 on 1 rank(s) does not fit: ") for line in lines)
+    assert max(map(len, lines)) <= 79
 
 
 def test_plan_says_what_fits_beside_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--precision", "bf16", "--fits", "24", "80"]
     assert cli.main([*asked, "--release", "--moments", "int8"]) == 0
-    rows = {line.split()[0]: line.split()[2:] for line in capsys.readouterr().out.splitlines()[5:]}
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 79
+    assert "Activations of 1 x 1024 tokens are counted" in " ".join(lines[:3])
+    rows = {line.split()[0]: line.split()[2:] for line in lines[6:]}
     assert rows["gpt2-xl"] == ["0", "0"]
     assert rows["65b"] == ["-", "-"]
     assert float(rows["7b"][0]) > float(rows["7b"][1]) == 0
@@ -113,6 +167,20 @@ def test_human_bytes() -> None:
 
 def test_table_aligns() -> None:
     assert show.table(["a", "bb"], [["x", "1"], ["long", "22"]]) == "a     bb\n----  --\nx      1\nlong  22"
+    assert show.table(["a", "b\nc"], [["x", "1"]]) == "   b\na  c\n-  -\nx  1"
+
+
+def test_what_a_model_writes_cannot_command_the_terminal() -> None:
+    shown = show.plain_lines("\x1b[2Jone\ttwo\r\x07\n\n" + "word " * 40)
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    lines = shown.split("\n")
+    assert lines[:2] == ["?[2Jone two??", ""] and max(map(len, lines)) <= 79
+
+
+def test_one_unit_for_a_table() -> None:
+    names = [show.common_unit([5, n])[0] for n in (0, 2**20 - 1, 2**20, 2**30, 2**45)]
+    assert names == ["KiB", "KiB", "MiB", "GiB", "GiB"]
+    assert show.in_unit(3 * 2**29, 2**30) == "1.50"
 
 
 class Terminal(io.StringIO):
@@ -130,15 +198,38 @@ def test_progress_redraws_in_place_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     lines = screen.getvalue().split("\r\x1b[K")
     assert screen.getvalue().count("\n") == 1
     assert all(len(line) <= 40 for line in lines)
-    assert lines[-1] == "[" + "#" * 20 + "] 2/2 loss 1 0:00\n"
+    assert lines[-1] == "[" + "#" * 9 + "] step 2/2  loss 1  0:00 left\n"
+
+
+@pytest.mark.parametrize("columns", range(20, 120))
+def test_a_field_is_shown_whole_or_not_at_all(columns: int) -> None:
+    fields = ["loss 2.31", "grad_norm 0.52", "1,234,567 tok/s", "lr 4.0e-03"]
+    line = show.Progress(100_000)._line(12, list(fields), columns)
+    assert len(line) <= columns
+    kept = [field for field in fields if field in line]
+    assert kept == fields[: len(kept)], "the first matter most"
+    bare = line.partition("] ")[2] or line
+    if len("step     12/100000  0:00 left") <= columns:
+        assert bare.split("  ")[0] == "step" and [*bare.split("  ")[3:-1]] == kept
+
+
+def test_the_time_left_knows_of_steps_that_an_earlier_run_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: now[0])
+    log = io.StringIO()
+    progress = show.Progress(600, start=500, stream=log)
+    now[0] += 10.0
+    progress.update(510, "loss 1")
+    assert log.getvalue().endswith("step 510/600  loss 1  1:30 left\n"), "a second a step, for 90 more"
 
 
 def test_progress_in_a_log_is_a_line_now_and_then() -> None:
     log = io.StringIO()
     progress = show.Progress(100, stream=log)
     for step in range(1, 101):
-        progress.update(step, f"step {step}")
-    assert [line.split("step ")[1].split()[0] for line in log.getvalue().splitlines()] == ["1", "100"]
+        progress.update(step, f"loss {step}")
+    assert [line.split("step ")[1].split()[0] for line in log.getvalue().splitlines()] == ["1/100", "100/100"]
+    assert max(map(len, log.getvalue().splitlines())) <= 79
     silent = io.StringIO()
     show.Progress(1, stream=silent, enabled=False).update(1, "no")
     assert silent.getvalue() == ""

@@ -76,3 +76,11 @@ def test_sizes_that_cannot_be(model: GPT) -> None:
         GPTConfig(layers=0)
     with pytest.raises(ValueError, match="context of 8"):
         model(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_the_loss_is_computed_in_fp32_whatever_the_model_computes_in() -> None:
+    logits = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.arange(6).view(2, 3)
+    found = gpt.loss(logits, targets)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, gpt.loss(logits.float(), targets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,16 +39,37 @@ def test_a_small_run_learns_and_measures(ranks: Ranks, text: Path) -> None:
         # The ledger against the formula, both zeor's own: the allocator is not asked here.
         assert measured["transient"] <= predicted["transient"], stage
     shown = train.bytes_table(first.predicted, first.measured)
-    assert [line.split()[2] for line in shown.splitlines()[2:]] == ["predicted", "measured"] * 4
+    assert [line.split()[1] for line in shown.splitlines()[4:]] == ["predicted", "measured"] * 4
+    assert train.agreement(first.predicted, first.measured).startswith("Measured is what was predicted, to the byte")
 
 
 @pytest.mark.long
 def test_from_the_command_line(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--steps", "3", "--layers", "1", "--width", "32", "--batch", "2", "--text", str(text)]
     assert train.main(options) == 0
-    shown = capfd.readouterr().out
-    for expected in ("3/3", "grad_norm", "tok/s", "validation loss", "stage 3 measured"):
-        assert expected in shown
+    out, err = capfd.readouterr()
+    for expected in ("validation loss", "3 measured", "grad_norm: before clipping"):
+        assert expected in out
+    numbers = r"loss \d+\.\d\d  grad_norm \d+\.\d\d  [\d,]+ tok/s  lr \d\.\de-\d\d  \d+:\d\d left"
+    steps = [line for line in out.splitlines() if "tok/s  lr" in line]
+    assert steps and all(re.search(rf"step [123]/3  {numbers}$", line) for line in steps), steps
+    assert [line for line in (out + err).splitlines() if len(line) > 79] == []
+    assert err.count("zeor: stage ") == err.count("zeor: per rank:") == 1, "the start-up block comes once"
+
+
+def test_no_digit_hides_that_a_prediction_was_wrong() -> None:
+    said = {0: dict.fromkeys(train.COLUMNS, 10**6), 3: dict.fromkeys(train.COLUMNS, 10**6)}
+    assert train.agreement(said, said).startswith("Measured is what was predicted")
+    for column, found in (("grad", 10**6 + 1), ("master", 10**6 - 1), ("transient", 10**6 + 1)):
+        off = {**said, 3: {**said[3], column: found}}
+        assert train.agreement(said, off) == "Measured is not what was predicted at stage 3."
+    assert train.agreement(said, {**said, 0: {**said[0], "transient": 5}}).startswith("Measured is what was predicted")
+
+
+@pytest.mark.parametrize("nbytes", [10**3, 2**20 - 1, 2**30 - 1, 10**12])
+def test_the_table_of_bytes_fits_a_terminal_at_any_size(nbytes: int) -> None:
+    counts = {stage: dict.fromkeys(train.COLUMNS, nbytes) for stage in range(4)}
+    assert max(map(len, train.bytes_table(counts, counts).splitlines())) <= 79
 
 
 def test_bundled_text_is_there_and_clean() -> None:

@@ -109,8 +109,8 @@ def _init(module: nn.Module) -> None:
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token, in nats."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """Mean cross-entropy per token, in nats; in fp32, whatever the model computes in."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def encode(text: str | bytes) -> Tensor:
@@ -139,7 +139,7 @@ def generate(
     was_training = model.training
     model.eval()
     for _ in range(n):
-        logits = model(tokens[-model.config.context :][None])[0, -1].float()
+        logits = model(tokens[-model.config.context :][None])[0, -1].float().to(tokens.device)
         if temperature == 0:
             following = logits.argmax().view(1)
         else:

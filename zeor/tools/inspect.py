@@ -50,14 +50,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _verify(found: list[Description]) -> None:
     total = sum(each.nbytes for each in found)
-    progress, done = Progress(max(total, 1), stream=sys.stderr), 0
+    progress, done = Progress(max(total, 1), unit="byte", stream=sys.stderr), 0
     for each in found:
         name = each.path.name
 
         def advance(nbytes: int, name: str = name) -> None:
             nonlocal done
             done += nbytes
-            progress.update(done, f"bytes of {name}")
+            progress.update(done, f"in {name}")
 
         verify(each, advance)
 

@@ -1,6 +1,6 @@
 """`zeor plan`: bytes per rank for a GPT of some size, by stage and number of ranks: by role, or by tier and peaks.
 
-    zeor plan --size 7b                                        # by role
+    zeor plan --size 7b                                        # by role, without activations
     zeor plan --size 7b --precision bf16 --offload host --batch 8 2048   # by tier, with activations
     zeor plan --precision bf16 --moments int8 --release --fits 24 40 80  # host GiB that each model needs beside a GPU
 
@@ -11,6 +11,7 @@ values. Only this file in tools/ asks the planner.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,31 @@ from zeor.optim.moments import MOMENTS
 from zeor.planner.automatic import OverBudget
 from zeor.planner.fits import beside
 from zeor.tools.gpt import GPT, GPTConfig
-from zeor.tools.show import human_bytes, table
+from zeor.tools.show import common_unit, in_unit, paragraph, table
 
 ROLES = ("compute", "grad", "master", "moments")
-# The columns of a table of bytes. Padding is part of the roles; the transient bytes come on top of them.
-COLUMNS = (*ROLES, "padding", "resident", "transient")
+# The columns of a table of bytes: resident is the sum of the roles, and the transient bytes come on top of it.
+COLUMNS = (*ROLES, "resident", "transient")
 TIERS = ("device", "host", "disk", "window", "activations", "device_peak", "host_peak")
 GIB = 1 << 30
+BY_ROLE = (
+    "resident: between steps, the sum of the four before it. transient: what of zeor's own comes on top while a step "
+    "runs. peak: both."
+)
+BY_TIER = (
+    "device, host, disk: what rests there. window: what state passes through on its way. device peak, host peak: the "
+    "most in use while a step runs."
+)
+NOT_COUNTED = (
+    "Activations are NOT counted: what forward keeps for backward comes on top of {peaks}, and often is the larger "
+    "part. --batch SEQUENCES TOKENS counts them."
+)
+COUNTED = "Activations are counted for {0} x {1} tokens a rank and step, {how}."
+AGAIN = {
+    "none": "nothing recomputed",
+    "blocks": "blocks recomputed",
+    "offload": "blocks recomputed, inputs on the host",
+}
 SIZES = {
     "tiny": GPTConfig(),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50257),
@@ -58,7 +77,11 @@ def meta_model(config: GPTConfig) -> GPT:
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """A built-in size, and options that change it."""
     parser.add_argument(
-        "--size", choices=SIZES, default="tiny", help="a built-in size to start from (default: %(default)s)"
+        "--size",
+        choices=SIZES,
+        default="tiny",
+        metavar="NAME",
+        help=f"a built-in size to start from: {', '.join(SIZES)} (default: %(default)s)",
     )
     for name, meaning in (
         ("layers", "transformer blocks"),
@@ -94,7 +117,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=("fp32", "bf16", "fp16"), help="what forward computes in (default: fp32)"
     )
     parser.add_argument(
-        "--optimizer", choices=sorted(MOMENTS), default="AdamW", help="of torch.optim (default: %(default)s)"
+        "--optimizer",
+        choices=sorted(MOMENTS),
+        default="AdamW",
+        metavar="NAME",
+        help=f"of torch.optim: {', '.join(sorted(MOMENTS))} (default: %(default)s)",
     )
 
     add_tier_arguments(parser)
@@ -126,23 +153,44 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     config = chosen_size(options)
     numel = sum(parameter.numel() for parameter in meta_model(config).parameters())
-    print(f"{config.layers} layers, width {config.width}, vocabulary {config.vocab}: {numel:,} parameters")
-    print(f"bytes per rank with {options.optimizer}, {options.precision or 'fp32'}\n")
     by_tier = bool(options.offload or options.batch or options.release or options.moments != "exact")
-    header = ["stage", "ranks", *(TIERS if by_tier else (*COLUMNS, "peak"))]
-    rows, refused = [], []
+    found: dict[tuple[int, int], list[int]] = {}  # by stage and ranks
+    refused = []
     for stage in options.stages:
         for world in options.worlds:
             try:
-                cells = list(map(human_bytes, _sizes(options, config, stage, world, by_tier)))
+                found[stage, world] = _sizes(options, config, stage, world, by_tier)
             except OverBudget as error:
-                cells = ["-"] * (len(header) - 2)
                 refused.append(f"stage {stage} on {world} rank(s) does not fit: {error}")
-            rows.append([str(stage), str(world), *cells])
-    if len(refused) == len(rows):
+    if not found:
         raise SystemExit("\n".join(f"zeor: {line}" for line in refused))
-    print("\n".join([table(header, rows), *refused]))
+    unit, nbytes = common_unit(size for sizes in found.values() for size in sizes)
+    columns = TIERS if by_tier else (*COLUMNS, "peak")
+    rows = []
+    for stage in options.stages:
+        for world in options.worlds:
+            sizes = found.get((stage, world), [None] * len(columns))
+            rows.append([str(stage), str(world), *_cells(sizes, columns, nbytes, bool(options.batch))])
+    print(f"{config.layers} layers, width {config.width}, vocabulary {config.vocab}: {numel:,} parameters")
+    print(f"{unit} per rank with {options.optimizer}, {options.precision or 'fp32'}\n")
+    print(table(["stage", "ranks", *(column.replace("_", "\n") for column in columns)], rows))
+    print(*map(paragraph, refused), "", *_notes(options, by_tier), sep="\n")
     return 0
+
+
+def _cells(sizes: Sequence[int | None], columns: Sequence[str], unit_nbytes: int, counted: bool) -> list[str]:
+    """A row's numbers; "-" for what is not known: the size of what does not fit, activations that nobody counted."""
+    unknown = [size is None or (name == "activations" and not counted) for size, name in zip(sizes, columns)]
+    return ["-" if hide else in_unit(size or 0, unit_nbytes) for size, hide in zip(sizes, unknown)]
+
+
+def _notes(options: argparse.Namespace, by_tier: bool) -> list[str]:
+    """What the columns mean, and whether activations are in them."""
+    if options.batch:
+        activations = COUNTED.format(*options.batch, how=AGAIN[options.recompute])
+    else:
+        activations = NOT_COUNTED.format(peaks="the device's peak" if by_tier else "the peak")
+    return [paragraph(BY_TIER if by_tier else BY_ROLE), paragraph(activations)]
 
 
 def _sizes(options: argparse.Namespace, config: GPTConfig, stage: int, world: int, by_tier: bool) -> list[int]:
@@ -184,7 +232,8 @@ def _fits(options: argparse.Namespace) -> int:
     sequences, tokens = given["batch"]
     how = "released in backward" if options.release else "kept until the step"
     kept = f"{options.precision or 'fp32'}, {options.optimizer}, {options.moments} moments, gradients {how}"
-    print(f"GiB of host memory beside a GPU, filled first: {kept}, {sequences} x {tokens} tokens")
+    counted = f"Activations of {sequences} x {tokens} tokens are counted, {AGAIN[options.recompute]}"
+    print(paragraph(f"GiB of host memory beside a GPU, which is filled first: {kept}. {counted}."))
     print("-: what must be on the GPU does not fit there\n")
     print(table(header, rows))
     return 0

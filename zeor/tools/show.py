@@ -6,13 +6,17 @@ seconds. Nothing here knows what is being counted.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
+WIDTH = 79  # of every line: a terminal of 80 columns shows it unbroken
 _LINE_EVERY_S = 5.0  # in a log file
 _REDRAW_EVERY_S = 0.1  # on a terminal
 
@@ -26,20 +30,87 @@ def human_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
+    """The name and the bytes of the unit in which a table shows all of these: the largest of them sets it."""
+    largest = max(sizes, default=0)
+    for name, nbytes in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if largest >= nbytes:
+            return name, nbytes
+    return "KiB", 1 << 10
+
+
+def in_unit(nbytes: int, unit_nbytes: int) -> str:
+    """A cell of such a table."""
+    return f"{nbytes / unit_nbytes:,.2f}"
+
+
 def human_seconds(seconds: float) -> str:
     """75 -> '1:15'."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need, the first flush left, the others flush right, a rule below the header."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    """Columns as wide as they need, the first flush left, the others flush right, a rule below the header. A name in
+    the header may have several lines."""
+    names = [name.split("\n") for name in header]
+    height = max(map(len, names))
+    tops = [[name[line - height] if len(name) >= height - line else "" for name in names] for line in range(height)]
+    widths = [max(len(row[column]) for row in [*tops, *rows]) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(row, widths)]
         return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
 
-    return "\n".join([line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)])
+    return "\n".join([*map(line, tops), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """The text in lines of at most WIDTH, all but the first behind `indent`; a long path stays in one piece."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def plain_lines(text: str) -> str:
+    """Any text, such as a model's, as a terminal may be given it: no control characters, no line beyond WIDTH."""
+    printable = "".join(char if char.isprintable() or char == "\n" else "?" for char in text.expandtabs(4))
+    return "\n".join(line for long in printable.split("\n") for line in textwrap.wrap(long, WIDTH) or [""])
+
+
+class _Wrapping(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return paragraph("zeor: " + super().format(record).removeprefix("zeor: "), indent="      ")
+
+
+@contextmanager
+def wrapped_log(enabled: bool) -> Iterator[None]:
+    """Inside, what zeor logs goes to stderr in lines of at most WIDTH. Nothing changes where it is not enabled, or
+    where somebody has set logging up already."""
+    log, handler = logging.getLogger("zeor"), logging.StreamHandler()
+    if not enabled or log.handlers or logging.getLogger().handlers:
+        yield
+        return
+    handler.setFormatter(_Wrapping())
+    before = (log.level, log.propagate)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+@contextmanager
+def warnings_only() -> Iterator[None]:
+    """Inside, zeor logs warnings and errors, and no start-up block."""
+    log = logging.getLogger("zeor")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def resident_nbytes() -> int:
@@ -58,10 +129,13 @@ def resident_nbytes() -> int:
 
 
 class Progress:
-    """A bar over `total` steps. Does nothing when not enabled, so that every rank may call it alike."""
+    """A line about `total` steps, or of what `unit` names. Does nothing when not enabled, so that every rank may call
+    it alike. `start` of them were done before, by an earlier run: they say nothing of how long the others take."""
 
-    def __init__(self, total: int, *, stream: TextIO | None = None, enabled: bool = True) -> None:
-        self.total = total
+    def __init__(
+        self, total: int, *, unit: str = "step", start: int = 0, stream: TextIO | None = None, enabled: bool = True
+    ) -> None:
+        self.total, self.unit, self.start = total, unit, start
         self.stream = sys.stdout if stream is None else stream
         self.enabled = enabled
         self.in_place = self.stream.isatty()
@@ -73,23 +147,28 @@ class Progress:
         wait_s = _REDRAW_EVERY_S if self.in_place else _LINE_EVERY_S
         return self.enabled and (done >= self.total or time.monotonic() - self._shown_s >= wait_s)
 
-    def update(self, done: int, text: str) -> None:
-        """Draw `done` of `total` and the text, if it is time to."""
+    def update(self, done: int, *fields: str) -> None:
+        """Draw `done` of `total` and the fields, if it is time to. The first field matters most."""
         if not self.due(done):
             return
         self._shown_s = time.monotonic()
-        if self.in_place:
-            # A line that wraps cannot be redrawn in place: the bar takes what the text leaves, then cut.
-            columns = shutil.get_terminal_size().columns - 1
-            line = self._line(done, text, columns)[:columns]
+        if self.in_place:  # a line that wraps cannot be redrawn in place
+            line = self._line(done, list(fields), shutil.get_terminal_size().columns - 1)
             self.stream.write("\r\x1b[K" + line + ("\n" if done >= self.total else ""))
         else:
-            self.stream.write(self._line(done, text, 100) + "\n")
+            self.stream.write(self._line(done, list(fields), WIDTH) + "\n")
         self.stream.flush()
 
-    def _line(self, done: int, text: str, columns: int) -> str:
-        left_s = (time.monotonic() - self.started_s) / max(done, 1) * (self.total - done)
-        told = f" {done:>{len(str(self.total))}}/{self.total} {text} {human_seconds(left_s)}"
-        width = min(20, max(4, columns - len(told) - 2))
+    def _line(self, done: int, fields: list[str], columns: int) -> str:
+        """As much as `columns` hold: fields go from the last on, whole, as half a number is a wrong number. A bar
+        takes what is left, if that is worth it."""
+        left_s = (time.monotonic() - self.started_s) / max(done - self.start, 1) * (self.total - done)
+        count, left = f"{self.unit} {done:>{len(str(self.total))}}/{self.total}", f"{human_seconds(left_s)} left"
+        while fields and len("  ".join([count, *fields, left])) > columns:
+            fields.pop()
+        told = "  ".join([count, *fields, left])
+        width = min(20, columns - len(told) - 3)
+        if width < 4:
+            return told[:columns]
         filled = width * done // max(self.total, 1)
-        return "[" + "#" * filled + "." * (width - filled) + "]" + told
+        return "[" + "#" * filled + "." * (width - filled) + "] " + told

@@ -5,13 +5,15 @@
 3. every rank: for each stage shard a fresh model, train one step, measure; compare with the prediction.
 4. parent: print the sample and the table.
 
-The training loop is the one a user would write. Only _measure() asks zeor.report().
+The training loop is the one a user would write. Only _measure() asks zeor.report(). No line is longer than a terminal
+of 80 columns, but for paths; every number has a name or a unit beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -29,7 +31,17 @@ import zeor.data
 from zeor.tools import gpt
 from zeor.tools.gpt import GPT, GPTConfig
 from zeor.tools.plan import ROLES, predict
-from zeor.tools.show import Progress, resident_nbytes, table
+from zeor.tools.show import (
+    Progress,
+    common_unit,
+    in_unit,
+    paragraph,
+    plain_lines,
+    resident_nbytes,
+    table,
+    warnings_only,
+    wrapped_log,
+)
 from zeor.tools.stopping import StepEnd, Stopped, file_at_ctrl_c, interrupted
 
 TEXT = Path(__file__).parent / "text" / "moby-dick.txt"
@@ -41,10 +53,15 @@ WARMUP_STEPS = 20
 CLIP_NORM = 1.0
 # No padding: zeor.report() takes it from the layout, as the planner does, so there is nothing to compare.
 COLUMNS = (*ROLES, "resident", "transient")
-TABLE_NOTE = """\
-Measured: the sizes of the storages alive between backward and step. transient is zeor's own count of the
-buffers it lent to a step, not the allocator's: temporaries of a reduction, autograd's gradients and
-activations are not in it."""
+LEGEND = (
+    f"loss: rank 0's, smoothed, nats per byte; grad_norm: before clipping at {CLIP_NORM:g}; tok/s: tokens a "
+    "second, all ranks together; lr: learning rate"
+)
+TABLE_NOTE = (
+    "resident: between backward and step, the sum of the four before it, as the sizes of the storages alive then. "
+    "transient: what comes on top while a step runs, by zeor's own count of the buffers that it lent; temporaries of a "
+    "reduction, autograd's gradients and activations are not in it."
+)
 PROMPT = "\n\n"
 SAMPLE_NUMEL = 400
 
@@ -79,6 +96,7 @@ class Result(NamedTuple):
     steps: int  # taken in this run
     seconds: float
     tokens_per_s: float  # of all ranks together
+    rss_nbytes: int  # of this rank's process, after the last step
     sample: str
     predicted: dict[int, dict[str, int]]  # bytes by stage and column
     measured: dict[int, dict[str, int]]
@@ -101,16 +119,22 @@ class Windows(Dataset):
 
 def run_rank(settings: Settings, stop: Path | None = None) -> Result | Stopped:
     """Everything one rank does. A file at `stop` means that the user wants it to end."""
+    with wrapped_log(enabled=_is_rank_0()):
+        return _run_rank(settings, stop)
+
+
+def _run_rank(settings: Settings, stop: Path | None) -> Result | Stopped:
     training, validation = _loaders(settings)
     model, optimizer = _build(settings, settings.stage)
     before = _validate(model, validation)
-    _say(f"validation loss {before:.3f} before training")
+    _say(f"validation loss {before:.3f} nats per byte before training. While it trains:")
+    _say(paragraph(f"  {LEGEND}", indent="  "))
     try:
         steps, seconds = _train(model, optimizer, training, settings, stop)
     except zeor.Preempted as told:
         return Stopped(told.step, str(told.path))
+    rss_nbytes = resident_nbytes()
     after = _validate(model, validation)
-    _say(f"validation loss {after:.3f} after training")
     sample = _sample(model, settings.seed)
     del model, optimizer
     stages = (0, 1, 2, 3)
@@ -120,10 +144,9 @@ def run_rank(settings: Settings, stop: Path | None = None) -> Result | Stopped:
         steps,
         seconds,
         steps * settings.batch * settings.ranks * CONTEXT / seconds,
+        rss_nbytes,
         sample,
-        predicted={
-            stage: predict(settings.gpt, settings.ranks, stage, settings.precision) for stage in stages
-        },
+        predicted={stage: predict(settings.gpt, settings.ranks, stage, settings.precision) for stage in stages},
         measured={stage: _measure(settings, stage, training) for stage in stages},
     )
 
@@ -153,7 +176,7 @@ def _train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings.steps))
     first = _resume(model, optimizer, schedule, training, settings)
     end = StepEnd(settings.save, stop, model, optimizer, extra={"schedule": schedule}, data=training)
-    progress = Progress(settings.steps, enabled=_is_first())
+    progress = Progress(settings.steps, start=first, enabled=_is_rank_0())
     smooth_loss = math.nan
     started_s = time.perf_counter()
     for step, (x, y) in enumerate(islice(_endless(training), settings.steps - first), start=first + 1):
@@ -169,8 +192,10 @@ def _train(
             speed = (step - first) * x.numel() * settings.ranks / (time.perf_counter() - started_s)
             progress.update(
                 step,
-                f"loss {smooth_loss:.2f} grad_norm {float(grad_norm):.2f} lr {lr:.1e}"
-                f" {speed:,.0f} tok/s {resident_nbytes() / 2**20:.0f} MiB",
+                f"loss {smooth_loss:.2f}",
+                f"grad_norm {float(grad_norm):.2f}",
+                f"{speed:,.0f} tok/s",
+                f"lr {lr:.1e}",
             )
         end.check(step)
     end.close()
@@ -229,7 +254,8 @@ def _measure(settings: Settings, stage: int, training: DataLoader) -> dict[str, 
 
     The first step makes the moments; gradients rest between a backward and its step.
     """
-    model, optimizer = _build(settings, stage)
+    with warnings_only():  # the start-up block was there once
+        model, optimizer = _build(settings, stage)
     for step, (x, y) in enumerate(islice(training, 2)):
         gpt.loss(model(x), y).backward()
         if step == 0:
@@ -240,22 +266,37 @@ def _measure(settings: Settings, stage: int, training: DataLoader) -> dict[str, 
     return {**found, "resident": resident, "transient": found["transient_peak"]}
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _is_rank_0() -> bool:
+    """By the launcher's word: it is asked before zeor.shard has joined the process group, too."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _say(text: str) -> None:
-    if _is_first():
+    if _is_rank_0():
         print(text, flush=True)
 
 
 def bytes_table(predicted: dict[int, dict[str, int]], measured: dict[int, dict[str, int]]) -> str:
     """Two rows per stage, what was predicted and what was measured, with the columns of COLUMNS."""
-    rows = []
-    for stage in sorted(measured):
-        for kind, counts in (("predicted", predicted[stage]), ("measured", measured[stage])):
-            rows.append([f"stage {stage} {kind}", *(f"{counts[column]:,}" for column in COLUMNS)])
-    return table(["bytes per rank", *COLUMNS], rows)
+    both = [(stage, kind, found[stage]) for stage in sorted(measured) for kind, found in
+            (("predicted", predicted), ("measured", measured))]  # fmt: skip
+    unit, nbytes = common_unit(counts[column] for _, _, counts in both for column in COLUMNS)
+    rows = [[f"{stage} {kind}", *(in_unit(counts[name], nbytes) for name in COLUMNS)] for stage, kind, counts in both]
+    return f"{unit} per rank, by stage:\n\n{table(['stage', *COLUMNS], rows)}"
+
+
+def agreement(predicted: dict[int, dict[str, int]], measured: dict[int, dict[str, int]]) -> str:
+    """Whether bytes at rest are those that were predicted, which the table's digits do not show to the byte, and
+    whether the transient ones are no more than predicted."""
+
+    def holds(stage: int) -> bool:
+        found, said = measured[stage], predicted[stage]
+        return all(found[role] == said[role] for role in ROLES) and found["transient"] <= said["transient"]
+
+    differ = [str(stage) for stage in sorted(measured) if not holds(stage)]
+    if differ:
+        return f"Measured is not what was predicted at stage {', '.join(differ)}."
+    return "Measured is what was predicted, to the byte (transient: at most that)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -302,11 +343,9 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     _check_text(settings)
     sizes = settings.gpt
-    print(
-        f"training a GPT of {sizes.layers} layers, width {sizes.width}, on {settings.text.name} with stage"
-        f" {settings.stage} on {settings.ranks} local rank{'s' if settings.ranks > 1 else ''}",
-        flush=True,
-    )
+    ranks = f"{settings.ranks} local rank{'s' if settings.ranks > 1 else ''}"
+    trained = f"a GPT of {sizes.layers} layers, width {sizes.width}, on {settings.text.name}"
+    print(paragraph(f"training {trained}: stage {settings.stage}, {ranks}, {settings.steps} steps"), flush=True)
     try:
         with file_at_ctrl_c(settings.save is not None) as flag:
             result: Result | Stopped = zeor.launch(run_rank, settings, flag, ranks=settings.ranks)[0]
@@ -314,10 +353,14 @@ def run(options: argparse.Namespace) -> int:
         return interrupted(None, settings.save)
     if isinstance(result, Stopped):
         return interrupted(result, settings.save)
-    print(f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} tokens/s;", end=" ")
-    print(f"validation loss {result.loss_before:.3f} -> {result.loss_after:.3f}")
-    print(f"\nWhat it writes now:\n\n{result.sample}\n")
-    print(f"{bytes_table(result.predicted, result.measured)}\n\n{TABLE_NOTE}")
+    print(
+        f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} tokens/s; rank 0's process has "
+        f"{result.rss_nbytes / 2**20:,.0f} MiB"
+    )
+    print(f"validation loss {result.loss_before:.3f} -> {result.loss_after:.3f} nats per byte")
+    print(f"\nWhat it writes now:\n\n{plain_lines(result.sample)}\n")
+    print(f"{bytes_table(result.predicted, result.measured)}\n")
+    print(paragraph(f"{agreement(result.predicted, result.measured)} {TABLE_NOTE}"))
     return 0
 
 
