@@ -323,4 +323,4 @@ def _read(path: Place, manifest: Manifest, batch: list[Need]) -> Values:
 
 def _natural(name: str) -> list[Any]:
     """Layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(-1, part) if n % 2 == 0 else (int(part), "") for n, part in enumerate(re.split(r"([0-9]+)", name))]
