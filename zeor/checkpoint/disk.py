@@ -31,7 +31,10 @@ def _split(path: Any) -> tuple[Any, int | None]:
 class Disk:
     def make_folder(self, path: Path) -> None:
         """With its parents; one that is there is fine."""
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
 
     def new_folder(self, path: Path) -> None:
         """One that is there is an error, and so is a link."""

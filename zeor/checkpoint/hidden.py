@@ -253,10 +253,18 @@ def prune(disk: Disk, folder: int, name: str) -> None:
         hidden = removing_name(name)
         disk.rename(Entry(folder, name), Entry(folder, hidden))
         if identity_of(folder, hidden) != _identity(os.fstat(fd)):  # another one has come by this name meanwhile
-            disk.rename(Entry(folder, hidden), Entry(folder, name))
+            _put_back(disk, folder, hidden, name)
             return
         empty(disk, fd)
         disk.remove_folder(Entry(folder, hidden))
+
+
+def _put_back(disk: Disk, folder: int, hidden: str, name: str) -> None:
+    """A folder to its name; a link that somebody put in its place goes."""
+    if is_link(folder, hidden):
+        disk.unlink(Entry(folder, hidden))
+    else:
+        disk.rename(Entry(folder, hidden), Entry(folder, name))
 
 
 def remove(disk: Disk, folder: int, name: str, own: Callable[[str], bool] = is_own_file) -> None:
