@@ -68,7 +68,7 @@ def with_newest(mesh: Mesh, folder: Place, use: Callable[[], _T]) -> _T:
             if mesh.stuck or tries == _MOST_TRIES or not _has_newer(mesh, folder, before):
                 raise
             if mesh.rank == 0:
-                log.warning("zeor: %s A newer checkpoint has come meanwhile, which is loaded instead.", error)
+                log.warning("zeor: %s A newer checkpoint has come meanwhile, which is taken instead.", error)
     raise AssertionError
 
 
