@@ -32,9 +32,10 @@ class Stat(NamedTuple):
     st_mode: int
 
 
-# user:password@ or token@ behind the scheme (a port is no password), and the values behind a question mark.
+# user:password@ or token@ behind the scheme (a port is no password), and the values behind a question mark. A password
+# may hold an @: it ends at the last one, and better too much is hidden than too little.
 _USERINFO = re.compile(
-    r"([A-Za-z][A-Za-z0-9+.-]*)://(?![^/@?#\s:]*:[0-9]+(?:[/?#]|$))([^/@?#\s:]*:[^@\s]*(?:@[^/@?#\s]*)*|[^/@?#\s:]+)@"
+    r"([A-Za-z][A-Za-z0-9+.-]*)://(?![^/@?#\s:]*:[0-9]+(?:[/?#]|$))([^/@?#\s:]*:\S*|[^/@?#\s:]+)@"
 )
 _QUERY = re.compile(r"(?<=[?&])([^=&#\s]+=)([^&#\s]+)")
 _NAMED = _BUCKETS | {"sftp", "ssh", "hdfs", "wasb", "wasbs", "adl"}  # a mere name before the @ is no secret there
@@ -59,6 +60,7 @@ def _is_secret(match: re.Match[str]) -> bool:
 def _secrets(text: str) -> list[str]:
     """What a URL holds that nobody else may know, the longest first, as it is written there and as it is meant."""
     found = [match[2] for match in _USERINFO.finditer(text) if _is_secret(match)]
+    found += [each[:n] for each in found for n, letter in enumerate(each) if letter == "@"]
     found += [part for each in found for part in each.split(":", 1)[1:]]
     found += [match[2] for match in _QUERY.finditer(text)]
     return sorted({form for each in found for form in (each, unquote(each)) if len(form) > 2}, key=len, reverse=True)
