@@ -229,8 +229,8 @@ def _identity(found: os.stat_result) -> Identity:
     return found.st_dev, found.st_ino
 
 
-def identity_of(folder: int, name: str) -> Identity | None:
-    """Of what has a name in a folder; None where nothing has."""
+def identity_of(folder: int | None, name: str | Path) -> Identity | None:
+    """Of what has a name in a folder that is held open, or a path; None where nothing has. Of a link, the link's."""
     with contextlib.suppress(OSError):
         return _identity(os.stat(name, dir_fd=folder, follow_symlinks=False))
     return None

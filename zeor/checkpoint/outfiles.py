@@ -31,7 +31,7 @@ from torch import Tensor
 from zeor.checkpoint.disk import DISK, Disk
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.folder import INDEX, WHOLE
-from zeor.checkpoint.hidden import remove_path
+from zeor.checkpoint.hidden import Identity, identity_of, remove_path
 from zeor.checkpoint.tensorfile import DTYPES
 from zeor.checkpoint.urls import place_of, shown
 
@@ -229,7 +229,7 @@ class OutFiles:
         """File by file. The last is the one without which the others are no model: what is read is all or nothing."""
         last = INDEX if len(self._files) > 1 else WHOLE
         names = [name for name in sorted(self._disk.names(self._writing)) if name != last]
-        moved: list[str] = []
+        moved: dict[str, Identity | None] = {}
         try:
             for name in [*names, last]:
                 if os.path.lexists(self._out / name):
@@ -237,13 +237,15 @@ class OutFiles:
                         raise FileExistsError(errno.EEXIST, f"{name} was written there meanwhile")
                     self._disk.unlink(self._writing / name)  # a config that says the same: theirs stays
                     continue
+                identity = identity_of(None, self._writing / name)
                 self._disk.rename(self._writing / name, self._out / name)
-                moved.append(name)
+                moved[name] = identity
             self._disk.sync_folder(self._out)
         except BaseException:
-            for name in moved:
+            for name, identity in moved.items():
                 with contextlib.suppress(OSError):
-                    self._disk.unlink(self._out / name)
+                    if identity_of(None, self._out / name) == identity:  # and not another export's by now
+                        self._disk.unlink(self._out / name)
             raise
         with contextlib.suppress(OSError):
             self._disk.remove_folder(self._writing)
