@@ -50,6 +50,9 @@ class FaultyDisk(Disk):
     def make_folder(self, path: Path) -> None:
         self.do("make_folder", lambda: super(FaultyDisk, self).make_folder(path))
 
+    def new_folder(self, path: Path) -> None:
+        self.do("new_folder", lambda: super(FaultyDisk, self).new_folder(path))
+
     def create(self, path: Path) -> int:
         return self.do("create", lambda: super(FaultyDisk, self).create(path))
 

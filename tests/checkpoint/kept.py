@@ -33,6 +33,9 @@ class Kept(LocalFileSystem):
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         disk.do("make_folder", lambda: os.makedirs(path, exist_ok=exist_ok))
 
+    def rm_file(self, path: str) -> None:
+        disk.do("unlink", lambda: os.unlink(path))
+
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         """File by file, as a store does."""
         if not os.path.isdir(path):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from zeor.checkpoint import commit
 from zeor.checkpoint.commit import Attempt, clean, complete, find
 from zeor.checkpoint.disk import DISK
 from zeor.checkpoint.errors import CheckpointError
@@ -117,37 +114,6 @@ def test_an_old_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> Non
     with pytest.raises(OSError):
         clean(DISK, tmp_path, 1, new)
     assert [each.step for each in complete(tmp_path)] == [3]
-
-
-def left_by(pid: int, folder: Path, host: str | None = None) -> Path:
-    name = f".writing-step-000000000001-{host or commit._maker().split('-')[0]}-{pid}-01234567"
-    (folder / name).mkdir()
-    (folder / name / "rank-00000.safetensors").write_bytes(b"half")
-    return folder / name
-
-
-def test_what_a_dead_process_left_is_deleted_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    dead, live, elsewhere = left_by(gone.pid, tmp_path), left_by(os.getppid(), tmp_path), left_by(1, tmp_path, "other")
-    clean(DISK, tmp_path, 1)
-    assert not dead.exists() and live.exists() and elsewhere.exists()
-
-
-def test_what_an_earlier_process_of_our_number_left_is_deleted(tmp_path: Path) -> None:
-    mine, writing = left_by(os.getpid(), tmp_path), Attempt(DISK, tmp_path, 2)
-    writing.begin()
-    clean(DISK, tmp_path, 1)
-    assert not mine.exists() and writing.writing.exists()
-
-
-def test_what_nobody_touched_for_long_is_deleted_on_any_host(tmp_path: Path) -> None:
-    old = left_by(1, tmp_path, "other")
-    then = time.time() - 2 * commit.LEFTOVER_SECONDS
-    for path in (old / "rank-00000.safetensors", old):
-        os.utime(path, (then, then))
-    clean(DISK, tmp_path, 1)
-    assert not old.exists()
 
 
 def test_hidden_things_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeor
@@ -71,15 +72,16 @@ def test_ranges_that_meet_are_all_filled(tmp_path: Path, ranges: list[tuple[int,
 
 
 def go_back(folder: str) -> Any:
-    """Steps 10 and 20 are there; the run goes back to 10, and what it saves then stays."""
+    """Steps 10 and 20 are there; the run goes back to 10, and what it saves then stays, with what it came from."""
     model, optimizer, _ = make(2)
     for step in (10, 20):
         save(folder, model, optimizer, step=step, keep=2)
     load(f"{folder}/step-000000000010", model, optimizer)
     path = save(folder, model, optimizer, step=11, keep=2)
-    return path.is_dir(), sorted(each.name for each in Path(folder).iterdir())
+    dist.barrier()
+    return path.is_dir(), sorted(each.name for each in Path(folder).iterdir()), load(folder, model, optimizer).step
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(ranks, tmp_path: Path) -> None:
-    expected = (True, ["step-000000000011", "step-000000000020"])
-    assert ranks(go_back, 2, str(tmp_path))[0] == expected
+    expected = (True, ["step-000000000010", "step-000000000011"], 11)
+    assert ranks(go_back, 2, str(tmp_path)) == [expected, expected]

@@ -397,3 +397,16 @@ def test_tensors_may_be_put_in_any_order_and_in_parts(tmp_path: Path) -> None:
     files.put("b", values["b"].view(-1)[:2])
     files.commit()
     assert_same(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), values)
+
+
+def test_names_with_digits_that_are_no_numbers_are_exported_from_a_checkpoint(tmp_path: Path) -> None:
+    """A raised 2 is a digit to Python and no number; an Arabic one is a letter here."""
+    names = ["layer1\u00b2", "layer10", "layer2", "layer\u0663"]
+    model = nn.Module()
+    for number, name in enumerate(names):
+        model.register_parameter(name, nn.Parameter(torch.full((3,), float(number))))
+    path = save(tmp_path / "run", zeor.shard(model, stage=1), step=1)
+    values = safetensors.torch.load_file(export(path, tmp_path / "out") / "model.safetensors")
+    assert {name: value.tolist() for name, value in values.items()} == {
+        name: [float(number)] * 3 for number, name in enumerate(names)
+    }

@@ -31,7 +31,10 @@ from zeor.checkpoint.training import load, run_of, save
 NUMBERS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE)
 WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too
 WAYS_TAKEN = [pytest.param(False, id="in turn"), pytest.param(True, id="every way", marks=pytest.mark.whole)]
-KINDS = {"make_folder", "create", "write", "sync", "close", "sync_folder", "rename", "names", "unlink", "remove_folder"}
+KINDS = {
+    "make_folder", "new_folder", "create", "write", "sync", "close", "sync_folder", "rename", "names", "unlink",
+    "remove_folder",
+}  # fmt: skip
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

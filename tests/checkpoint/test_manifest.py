@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.mutants import signed
 from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored, digest, parse
+from zeor.checkpoint.manifest import (
+    HEAD_NBYTES,
+    Branch,
+    FileInfo,
+    Manifest,
+    Piece,
+    Stored,
+    branch_in,
+    digest,
+    parse,
+)
 from zeor.layout.boxes import Box, boxes_of_range
 
 HASH = digest(b"")
@@ -25,7 +36,8 @@ def example() -> Manifest:
     )
     scalar = Stored("buffer", "count", (), "int64", [Piece(0, Box((), ()))])
     empty = Stored("extra", "none", (0, 3), "bfloat16", [])
-    return Manifest(7, 2, files, [weight, scalar, empty], {"extra": {"a": [1, 2.5, None, "\u00e9"]}}, 4096)
+    branch = Branch("0123456789abcdef" * 2, 5, "f" * 32, "step-000000000003")
+    return Manifest(7, 2, files, [weight, scalar, empty], {"extra": {"a": [1, 2.5, None, "\u00e9"]}}, 4096, branch)
 
 
 def body() -> Any:
@@ -81,7 +93,28 @@ WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     (("tensors", 1), {"role": "param", "name": "weight", "shape": [0], "dtype": "int8", "pieces": []}, "listed twice"),
     (("tensors", 0), 5, "TypeError"),
     (("files",), {}, "lies in no listed file"),
+    (("branch",), None, "TypeError"),
+    (("branch", "more"), 1, "TypeError"),
+    (("branch", "id"), "", "its branch is none"),
+    (("branch", "id"), 5, "its branch is none"),
+    (("branch", "id"), "F" * 32, "its branch is none"),
+    (("branch", "parent"), "x", "its branch is none"),
+    (("branch", "parent"), None, "its branch is none"),
+    (("branch", "parent_name"), "../x", "its branch comes from '../x'"),
+    (("branch", "order"), 0, "the order of its branch is '0'"),
+    (("branch", "order"), True, "the order of its branch is 'True'"),
+    (("branch", "order"), 1 << 61, "the order of its branch is"),
 ]
+
+
+def test_the_beginning_of_a_manifest_tells_its_branch() -> None:
+    data = example().to_bytes()
+    assert branch_in(data[:HEAD_NBYTES]) == example().branch
+    old = dataclasses.replace(example(), branch=None)
+    assert parse(old.to_bytes(), "it") == old and branch_in(old.to_bytes()[:HEAD_NBYTES]) is None
+    for damaged in (b"", data[:50], b"x" + data[1:], data.replace(b'"order":5', b'"order":0')):
+        with pytest.raises(ValueError):
+            branch_in(damaged)
 
 
 @pytest.mark.parametrize(("path", "value", "words"), WRONG, ids=[f"{path}={value}"[:50] for path, value, _ in WRONG])

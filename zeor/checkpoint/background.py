@@ -30,7 +30,7 @@ from zeor.checkpoint.opening import raise_first
 from zeor.checkpoint.progress import Progress
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.snapshot import HostBlocks
-from zeor.checkpoint.urls import Place
+from zeor.checkpoint.urls import Place, shown
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.comm.stuck import has_failed
@@ -53,7 +53,7 @@ class Target(NamedTuple):
     def lost_words(self) -> tuple[str, str]:
         """What is said where a rank is lost on the way."""
         then = "What is visible in the folder is whole; earlier checkpoints are as they were."
-        return f"Saving step {self.step} to {self.folder}", then
+        return f"Saving step {self.step} to {shown(str(self.folder))}", then
 
 
 class Content(NamedTuple):

@@ -11,18 +11,39 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST_PARTS = 256  # below every system's IOV_MAX
 
 
+class Entry(NamedTuple):
+    """A name in a folder that is held open. Whoever moves the folder, or puts a link in its place, changes nothing."""
+
+    folder: int  # its descriptor
+    name: str
+
+
+def _split(path: Any) -> tuple[Any, int | None]:
+    """A name, and the descriptor of the folder it is in."""
+    return (path.name, path.folder) if isinstance(path, Entry) else (path, None)
+
+
 class Disk:
     def make_folder(self, path: Path) -> None:
-        os.makedirs(path, exist_ok=True)
+        """With its parents; one that is there is fine."""
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+
+    def new_folder(self, path: Path) -> None:
+        """One that is there is an error, and so is a link."""
+        os.mkdir(path)
 
     def create(self, path: Any) -> int:
         """A new file for writing; an existing one is an error."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        name, folder = _split(path)
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
 
     def open_direct(self, path: Any) -> int:
         """The file once more, for whole pages that go past the page cache; -1 where that is not possible."""
@@ -69,16 +90,23 @@ class Disk:
         finally:
             os.close(fd)
 
-    def rename(self, source: Path, target: Path) -> None:
-        os.rename(source, target)
+    def rename(self, source: Path | Entry, target: Path | Entry) -> None:
+        """Of what has the name: a link itself, never what it points to."""
+        (old, old_folder), (new, new_folder) = _split(source), _split(target)
+        os.rename(old, new, src_dir_fd=old_folder, dst_dir_fd=new_folder)
 
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
+    def unlink(self, path: Path | Entry) -> None:
+        """A file, or a link and never what it points to."""
+        name, folder = _split(path)
+        os.unlink(name, dir_fd=folder)
 
-    def remove_folder(self, path: Path) -> None:
-        os.rmdir(path)
+    def remove_folder(self, path: Path | Entry) -> None:
+        """An empty one; a link is an error."""
+        name, folder = _split(path)
+        os.rmdir(name, dir_fd=folder)
 
-    def names(self, path: Path) -> list[str]:
+    def names(self, path: Path | int) -> list[str]:
+        """What is in a folder, by its path or its descriptor."""
         return os.listdir(path)
 
 

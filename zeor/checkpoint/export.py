@@ -30,7 +30,7 @@ from zeor.checkpoint.errors import CheckpointError, all_there
 from zeor.checkpoint.manifest import Manifest, Stored
 from zeor.checkpoint.matching import Target, find_targets
 from zeor.checkpoint.modelconfig import config_texts
-from zeor.checkpoint.opening import everywhere
+from zeor.checkpoint.opening import everywhere, with_newest
 from zeor.checkpoint.outfiles import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.checkpoint.plain import DTYPES
 from zeor.checkpoint.reading import Need, need, read_all
@@ -102,9 +102,12 @@ def export(
         this.texts = config_texts(model, config, [tensor.dtype for tensor in this.planned])
         return this, folder, max_nbytes
 
-    this, folder, max_nbytes = everywhere(mesh, prepare, "exchange about what an export writes")
-    _write(mesh, this, folder, max_nbytes)
-    return folder
+    def once() -> Path:
+        this, folder, max_nbytes = everywhere(mesh, prepare, "exchange about what an export writes")
+        _write(mesh, this, folder, max_nbytes)
+        return folder
+
+    return once() if isinstance(source, nn.Module) else with_newest(mesh, place_of(source), once)
 
 
 def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -323,4 +326,4 @@ def _read(path: Place, manifest: Manifest, batch: list[Need]) -> Values:
 
 def _natural(name: str) -> list[Any]:
     """Layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(-1, part) if n % 2 == 0 else (int(part), "") for n, part in enumerate(re.split(r"([0-9]+)", name))]

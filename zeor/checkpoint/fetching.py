@@ -8,6 +8,7 @@ needed; reading.py then reads that as it reads any. Every rank takes part, for o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -19,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeor.checkpoint.commit import hidden_name
+from zeor.checkpoint.disk import DISK
+from zeor.checkpoint.hidden import Hidden
 from zeor.checkpoint.manifest import digest
+from zeor.checkpoint.names import name_of
 from zeor.checkpoint.opening import Opened, raise_first
 from zeor.checkpoint.reading import Need, Wanted, spans, wanted_by_file
 from zeor.checkpoint.urls import Place
@@ -36,6 +39,7 @@ class Files:
         self._mesh, self._opened = mesh, opened
         self._path, self._manifest = opened.path, opened.manifest
         self._spool: Path | None = None
+        self._hidden: Hidden | None = None  # the spool, where it lies beside the checkpoint
         self._have: dict[int, set[int]] = {}  # blocks, by file
         self._problem = ""
 
@@ -49,7 +53,10 @@ class Files:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._spool is not None:
+        if self._hidden is not None:
+            with contextlib.suppress(OSError):  # what cannot be removed the next save removes
+                self._hidden.remove()
+        elif self._spool is not None:
             shutil.rmtree(self._spool, ignore_errors=True)
 
     def _is_here(self, name: str) -> bool:
@@ -143,11 +150,13 @@ class Files:
         """The file that fetched blocks go to; beside the checkpoint, where room is, or with temporary files."""
         info = self._manifest.files[number]
         if self._spool is None:
-            beside = Path(self._path).parent / hidden_name(self._path.name)
+            beside = Hidden(DISK, Path(self._path).parent, name_of(self._manifest.step, 0))
             try:
-                beside.mkdir()
-                self._spool = beside
+                beside.make()
+                self._spool, self._hidden = beside.path, beside
             except OSError:
+                with contextlib.suppress(OSError):
+                    beside.remove()
                 self._spool = Path(tempfile.mkdtemp(prefix="zeor-"))
         path = self._spool / info.name
         if not path.exists():

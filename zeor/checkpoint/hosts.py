@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zeor.checkpoint import store
-from zeor.checkpoint.commit import Attempt, Complete, read_manifest
+from zeor.checkpoint.branches import Complete
+from zeor.checkpoint.commit import Attempt, read_manifest
 from zeor.checkpoint.disk import Disk
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.store import UrlAttempt
-from zeor.checkpoint.urls import Place, Url, place_of
+from zeor.checkpoint.urls import Place, Url
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 
@@ -54,13 +55,14 @@ def begin(mesh: Mesh, disk: Disk, folder: Place, step: int) -> Site:
     """Make the hidden folders. Every rank calls it; a failure is raised on all."""
     attempt, problem = _begun(disk, folder, step) if mesh.rank == 0 else (None, "")
     try:
-        told = exchange(mesh, [problem, str(attempt.writing) if attempt else ""], "making of a checkpoint's folder")
+        mine = [problem, attempt.writing.name if attempt else "", str(folder)]
+        told = exchange(mesh, mine, "making of a checkpoint's folder")
         if told[0][0]:
             raise CheckpointError(told[0][0])
-        first = place_of(told[0][1])
-        shared = [0] * mesh.world
-        if isinstance(folder, Url) or isinstance(first, Url):
-            return Site(folder, first, attempt, shared)
+        name, shared = told[0][1], [0] * mesh.world
+        if isinstance(folder, Url):  # of every rank the same, which a text without credentials does not tell
+            return Site(folder, folder / name, attempt, shared)
+        first = Path(told[0][2]) / name
         found = [place for place in (first, folder / first.name) if mesh.rank == 0 or os.path.isdir(place)]
         if all(exchange(mesh, bool(found), "look for a checkpoint's folder")):
             return Site(found[0].parent, found[0], attempt, shared)
@@ -107,6 +109,7 @@ def _begin_apart(mesh: Mesh, disk: Disk, site: Site, sees: bool, step: int) -> S
         attempt = None
     if isinstance(attempt, Attempt):
         attempt.number = max(each[2] for each in told)  # a name that is free on every host
+        attempt.may_move = False  # and the same one on all
     writing = site.writing if sees else site.folder / told[leads[mesh.rank]][1]
     return Site(writing.parent if isinstance(writing, Path) else site.folder, writing, attempt, leads)
 
@@ -137,13 +140,24 @@ def _changed(folder: Place, blind: list[int], world: int) -> str:
     return ""
 
 
+def files_of(mesh: Mesh, site: Site) -> set[str] | None:
+    """The files that the host of this rank keeps; None: all."""
+    if not site.apart:
+        return None
+    return {file_name(rank) for rank, lead in enumerate(site.leads) if lead == mesh.rank}
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
 def commit(mesh: Mesh, site: Site, manifest: Callable[[], bytes], problem: str) -> Place:
     """Write the manifest and rename, on every host or on none, unless there is a problem, the same on all ranks. Where
     the checkpoint is; a failure is raised on every rank."""
     attempt = site.attempt
     if site.apart:
         if isinstance(attempt, Attempt) and not problem:
-            problem = _tried(lambda: attempt.prepare(manifest()), attempt)
+            problem = _tried(lambda: attempt.prepare(manifest(), files_of(mesh, site)), attempt)
         texts = exchange(mesh, problem, "exchange about the hosts' manifests of a checkpoint")
         problem = next((text for text in texts if text), "")
         if isinstance(attempt, Attempt) and not problem:

@@ -24,7 +24,7 @@ from zeor.checkpoint.attached import Attached
 from zeor.checkpoint.doubt import Paths, check_rng, check_roles, check_scalar, check_settings
 from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.fetching import Files
-from zeor.checkpoint.opening import Opened, open_checkpoint, together
+from zeor.checkpoint.opening import Opened, open_checkpoint, together, with_newest
 from zeor.checkpoint.reading import Need, need
 from zeor.checkpoint.resuming import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
@@ -333,9 +333,15 @@ class Load:
 
 def load(run: Run, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
     """The steps at the top of this file."""
-    opened = open_checkpoint(run.mesh, folder)
-    with Files(run.mesh, opened) as files:
-        return _load(Load(run, opened, files, strict), files, extra, data)
+
+    def once() -> Loaded:
+        opened = open_checkpoint(run.mesh, folder)
+        with Files(run.mesh, opened) as files:
+            loaded = _load(Load(run, opened, files, strict), files, extra, data)
+        run.line.loaded(opened.path, opened.manifest)
+        return loaded
+
+    return with_newest(run.mesh, folder, once)
 
 
 def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) -> Loaded:

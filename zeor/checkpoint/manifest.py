@@ -26,7 +26,7 @@ BLOCK_NBYTES = 4 << 20
 MOST_MANIFEST_NBYTES = 1 << 28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HASH = re.compile(r"[0-9a-f]{32}")
-_MOST_BYTES = 1 << 60
+_MOST_BYTES = MOST_ORDER = 1 << 60
 _MOST_BLOCK_NBYTES = 1 << 26  # a reader holds several blocks: what a manifest says must not cost more than that
 
 
@@ -78,6 +78,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Where a checkpoint stands among others: a run that goes back to an earlier one begins another branch."""
+
+    id: str  # random, of this checkpoint
+    order: int  # larger than that of every one that was in the folder before; microseconds since 1970, if possible
+    parent: str = ""  # id of the checkpoint that the run loaded, or saved before this one
+    parent_name: str = ""  # of its folder
+
+
+@dataclass(frozen=True)
 class Manifest:
     step: int
     world: int
@@ -85,6 +95,7 @@ class Manifest:
     tensors: list[Stored]
     state: dict[str, Any] = field(default_factory=dict)  # plain JSON: optimizers, data, extra, ...
     block_nbytes: int = BLOCK_NBYTES
+    branch: Branch | None = None  # None: written before there were any
 
     def by_key(self) -> dict[tuple[str, str], Stored]:
         return {(tensor.role, tensor.name): tensor for tensor in self.tensors}
@@ -101,7 +112,25 @@ class Manifest:
             "tensors": [_tensor_json(tensor) for tensor in self.tensors],
             "state": self.state,
         }
+        if self.branch is not None:
+            body["branch"] = vars(self.branch)
         return _signed(_canonical(body))
+
+
+# The canonical text begins with this, so that the branch is known without reading a manifest whole.
+_HEAD = re.compile(
+    rb'\{"hash":"[0-9a-f]{32}","manifest":\{"block_nbytes":[0-9]+,(?:"branch":(\{[^{}]*\}),)?"files":\['
+)
+HEAD_NBYTES = 4096
+
+
+def branch_in(head: bytes) -> Branch | None:
+    """What the first HEAD_NBYTES of a manifest say of its branch. ValueError where they are damaged; more is not
+    verified here, for who loads a checkpoint parses it."""
+    match = _HEAD.match(head)
+    if not match:
+        raise ValueError("no beginning of a manifest")
+    return _Parser("it").branch(json.loads(match[1])) if match[1] else None
 
 
 def _signed(text: bytes) -> bytes:
@@ -181,7 +210,18 @@ class _Parser:
         if not isinstance(state, dict):
             raise self.wrong("its state is no object")
         step, world = self.count(body["step"], "step"), self.count(body["world"], "world", least=1)
-        return Manifest(step, world, files, tensors, state, block_nbytes)
+        branch = self.branch(body["branch"]) if "branch" in body else None
+        return Manifest(step, world, files, tensors, state, block_nbytes, branch)
+
+    def branch(self, entry: dict[str, Any]) -> Branch:
+        found = Branch(**entry)
+        named = [type(value) is str for value in (found.id, found.parent, found.parent_name)]
+        if not all(named) or not _HASH.fullmatch(found.id) or (found.parent and not _HASH.fullmatch(found.parent)):
+            raise self.wrong("its branch is none")
+        if found.parent_name and not _FILE_NAME.fullmatch(found.parent_name):
+            raise self.wrong(f"its branch comes from {found.parent_name[:40]!r}")
+        self.count(found.order, "the order of its branch", least=1)
+        return found
 
     def file(self, entry: dict[str, Any], block_nbytes: int) -> FileInfo:
         name, nbytes = self.text(entry["name"], "a file's name"), self.count(entry["nbytes"], "a file's size", least=8)

@@ -4,6 +4,8 @@ Rank 0 finds the latest. Where every rank sees all of its files (a shared disk) 
 is an error. Otherwise each host has its own folder, and all tell what they have: the latest of which every file is
 somewhere is chosen. One that lacks all files of a host was not committed there, or the host is lost: an earlier one
 is taken if any is whole. One that lacks a file of a host that has others was damaged, and is refused.
+
+Another job may save to the folder meanwhile, and delete what is being loaded: then there is a newer one to load.
 """
 
 from __future__ import annotations
@@ -13,19 +15,24 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import store
+from zeor.checkpoint.branches import Complete, is_newer
 from zeor.checkpoint.commit import read_manifest
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import NAME, FileInfo, Manifest, digest, parse
-from zeor.checkpoint.urls import Place, Url, place_of
+from zeor.checkpoint.urls import Place, Url
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.comm.transfers import broadcast_bytes
 
-_RANK_FILE = re.compile(r"rank-(\d+)\.safetensors")
+_RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
+_MOST_TRIES = 10  # newer checkpoints that come while one is loaded
+
+_T = TypeVar("_T")
 
 log = logging.getLogger("zeor")
 
@@ -50,6 +57,27 @@ class _Look:
         return digest(self.manifest.to_bytes()) if self.manifest else ""
 
 
+def with_newest(mesh: Mesh, folder: Place, use: Callable[[], _T]) -> _T:
+    """What every rank does with the latest checkpoint of a folder. Where it fails, and a newer one has come since it
+    began, it is done again with that: the first one was most likely deleted meanwhile."""
+    for tries in range(1, _MOST_TRIES + 1):
+        before = store.latest(folder) if mesh.rank == 0 else None
+        try:
+            return use()
+        except CheckpointError as error:
+            if mesh.stuck or tries == _MOST_TRIES or not _has_newer(mesh, folder, before):
+                raise
+            if mesh.rank == 0:
+                log.warning("zeor: %s A newer checkpoint has come meanwhile, which is taken instead.", error)
+    raise AssertionError
+
+
+def _has_newer(mesh: Mesh, folder: Place, before: Complete | None) -> bool:
+    """Whether rank 0 sees one that was not there."""
+    newer = mesh.rank == 0 and is_newer(store.latest(folder), before)
+    return bool(exchange(mesh, newer, "look for a newer checkpoint")[0])
+
+
 def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
     """Every rank calls it; all get the same manifest, or the same error."""
     problem, place, name = "", "", ""
@@ -64,7 +92,8 @@ def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
     if problem and is_url:
         raise CheckpointError(problem)
     if not problem:
-        seen = _look(place_of(place), folder / name if name else folder)
+        here = folder / name if name else folder
+        seen = _look(here) if is_url else _look(Path(place), here)
         told = exchange(mesh, [seen.problem, seen.absent, seen.digest], "exchange about a checkpoint's manifest")
         texts, hashes = [text for text, _, _ in told], {each for _, _, each in told}
         if not any(texts) and len(hashes) == 1:
@@ -150,6 +179,9 @@ def _held(manifest: Manifest, files: list[str]) -> str:
 # ---- no shared disk
 
 
+_Key = tuple[int, int, int, str]
+
+
 @dataclass
 class _Candidate:
     """A checkpoint of which some ranks have something."""
@@ -161,20 +193,22 @@ class _Candidate:
     files: list[str] = field(default_factory=list)
     leads: list[int] = field(default_factory=list)
     present: list[str] = field(default_factory=list)  # of the files, on one rank
+    order: int = 0  # of its branch
 
     @property
-    def key(self) -> tuple[int, int, str]:
-        return self.step, self.number, self.digest
+    def key(self) -> _Key:
+        """The latest has the largest."""
+        return self.order, self.step, self.number, self.digest
 
 
 def _choose(mesh: Mesh, folder: Place, problem: str) -> Opened:
-    mine: dict[tuple[int, int, str], _Candidate] = {}
+    mine: dict[_Key, _Candidate] = {}
     try:
         mine = _candidates(folder)
     except OSError as error:  # other ranks may have what is needed
         log.warning("zeor: %s cannot be read: %s.", folder, error.strerror)
     offers = exchange(mesh, [vars(each) for each in mine.values()], "exchange about the checkpoints of hosts")
-    offered: dict[tuple[int, int, str], dict[int, _Candidate]] = {}
+    offered: dict[_Key, dict[int, _Candidate]] = {}
     for rank, offer in enumerate(offers):
         for values in offer:
             each = _Candidate(**values)
@@ -199,7 +233,7 @@ def _choose(mesh: Mesh, folder: Place, problem: str) -> Opened:
     raise AssertionError
 
 
-def _candidates(folder: Place) -> dict[tuple[int, int, str], _Candidate]:
+def _candidates(folder: Place) -> dict[_Key, _Candidate]:
     """What this rank has."""
     found = {}
     here = [(0, "")] if (folder / NAME).is_file() else [(c.attempt, c.path.name) for c in store.complete(folder)]
@@ -211,6 +245,7 @@ def _candidates(folder: Place) -> dict[tuple[int, int, str], _Candidate]:
             log.warning("zeor: %s is passed over: %s", path, error)
             continue
         each = _Candidate(manifest.step, number, digest(manifest.to_bytes()), name)
+        each.order = manifest.branch.order if manifest.branch else 0
         leads = manifest.state.get("hosts")
         if isinstance(leads, list) and len(leads) == manifest.world and all(type(lead) is int for lead in leads):
             each.leads = leads

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.checkpoint.commit import remove_tree
 from zeor.checkpoint.disk import DISK, Disk
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.folder import INDEX, WHOLE
+from zeor.checkpoint.hidden import Identity, identity_of, remove_path
 from zeor.checkpoint.tensorfile import DTYPES
-from zeor.checkpoint.urls import place_of
+from zeor.checkpoint.urls import place_of, shown
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -67,14 +67,16 @@ def local_folder(out: str | os.PathLike[str], who: str) -> Path:
     scheme, found, _ = text.partition("://")
     if found and scheme not in ("file", "local"):
         raise CheckpointError(
-            f"{who} writes a local folder, and {text!r} is a URL; give a folder of this machine and copy it from there."
+            f"{who} writes a local folder, and {shown(text)!r} is a URL; give a folder of this machine and copy it "
+            "from there."
         )
     return Path(place_of(text))
 
 
 def parse_size(size: int | str) -> int:
     """Bytes of 5_000_000_000, "5GB" or "4.5 GiB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size)) if not isinstance(size, bool) else None
+    text = "" if isinstance(size, bool) else str(size)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
     if nbytes < 1:
         raise ValueError(f"max_file={size!r} is not a size; give bytes, or a text such as '5GB' or '500MiB'.")
@@ -150,6 +152,7 @@ class OutFiles:
         self._places: dict[str, Place] = {}
         self._fds: dict[str, int] = {}
         self._put_numel: dict[str, int] = {}
+        self._texts: set[str] = set()  # names of other files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zeor-export")
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._waiting_nbytes = 0
@@ -193,6 +196,7 @@ class OutFiles:
         self._waiting_nbytes -= nbytes
 
     def write_text(self, name: str, text: str) -> None:
+        self._texts.add(name)
         fd = self._disk.create(self._writing / name)
         try:
             self._disk.write(fd, [text.encode()], 0)
@@ -225,7 +229,7 @@ class OutFiles:
         """File by file. The last is the one without which the others are no model: what is read is all or nothing."""
         last = INDEX if len(self._files) > 1 else WHOLE
         names = [name for name in sorted(self._disk.names(self._writing)) if name != last]
-        moved: list[str] = []
+        moved: dict[str, Identity | None] = {}
         try:
             for name in [*names, last]:
                 if os.path.lexists(self._out / name):
@@ -233,13 +237,15 @@ class OutFiles:
                         raise FileExistsError(errno.EEXIST, f"{name} was written there meanwhile")
                     self._disk.unlink(self._writing / name)  # a config that says the same: theirs stays
                     continue
+                identity = identity_of(None, self._writing / name)
                 self._disk.rename(self._writing / name, self._out / name)
-                moved.append(name)
+                moved[name] = identity
             self._disk.sync_folder(self._out)
         except BaseException:
-            for name in moved:
+            for name, identity in moved.items():
                 with contextlib.suppress(OSError):
-                    self._disk.unlink(self._out / name)
+                    if identity_of(None, self._out / name) == identity:  # and not another export's by now
+                        self._disk.unlink(self._out / name)
             raise
         with contextlib.suppress(OSError):
             self._disk.remove_folder(self._writing)
@@ -252,4 +258,4 @@ class OutFiles:
                 self._disk.close(fd)
         self._fds.clear()
         with contextlib.suppress(OSError, ValueError):  # ValueError: of a name that no file can have
-            remove_tree(self._disk, self._writing)
+            remove_path(self._disk, self._writing, own=self._texts.union(self._files, [INDEX]).__contains__)

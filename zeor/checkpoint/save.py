@@ -8,6 +8,7 @@ A failure anywhere raises the same CheckpointError on every rank, and nothing of
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import platform
@@ -19,10 +20,11 @@ from torch import nn
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import hosts
+from zeor.checkpoint.branches import Complete, line_of
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.disk import DISK, Disk
-from zeor.checkpoint.manifest import FileInfo, Manifest, Piece, Stored, parse
-from zeor.checkpoint.store import clean, disk_of
+from zeor.checkpoint.manifest import Branch, FileInfo, Manifest, Piece, Stored, parse
+from zeor.checkpoint.store import clean, complete, disk_of
 from zeor.checkpoint.urls import Place
 from zeor.checkpoint.writer import write_file
 from zeor.comm.agree import exchange
@@ -39,6 +41,7 @@ class Run:
         self.model, self.engine, self.steppers = model, engine, steppers
         self.names, self.aliases = parts.parameter_names(model)
         self.mesh: Mesh = engine.mesh
+        self.line = line_of(engine)
         # Beside a drop-in optimizer a model may have parameters that nobody shards.
         sharded = {id(slot.param) for slot in engine.slots}
         self.plain_params = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
@@ -109,23 +112,24 @@ def write(
     # 1.
     site = hosts.begin(mesh, disk, folder, step)
     try:
-        final = _write(run, found, disk, site, progress)
+        final, branch = _write(run, found, disk, folder, site, progress)
     except BaseException:
         if site.attempt is not None:
             site.attempt.abandon()
         raise
+    run.line.saved(folder, final, branch)
     if site.attempt is not None:
         _clean(disk, site.folder, keep, final)
     return final
 
 
 def _write(
-    run: Run, found: Contents, disk: Disk, site: hosts.Site, progress: Callable[[int], None]
-) -> Place:
-    """Steps 2 to 5."""
+    run: Run, found: Contents, disk: Disk, folder: Place, site: hosts.Site, progress: Callable[[int], None]
+) -> tuple[Place, Branch]:
+    """Steps 2 to 5. Where the checkpoint is, and where it stands among others."""
     mesh, problem = run.mesh, ""
     # 2.
-    name = f"rank-{mesh.rank:05d}.safetensors"
+    name = hosts.file_name(mesh.rank)
     info: FileInfo | None = None
     try:
         if found.sources:
@@ -133,11 +137,36 @@ def _write(
     except Exception as error:  # also what reading a device may raise: the other ranks wait to hear of it
         problem = hosts.words(error, site.writing / name)
     # 3.
-    told = {"problem": problem, "file": vars(info) if info else None, **found.described()}
+    branch = vars(_next_branch(run, folder, site))
+    told = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
     everyone = exchange(mesh, told, "exchange about the files of a checkpoint")
     problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
     # 4. and 5.
-    return hosts.commit(mesh, site, lambda: _checked(_manifest(run, site, everyone)), problem)
+    branch = {**everyone[0]["branch"], "order": max(rank["branch"]["order"] for rank in everyone)}
+    agreed = Branch(**branch)
+    return hosts.commit(mesh, site, lambda: _checked(_manifest(run, site, everyone, agreed)), problem), agreed
+
+
+def _next_branch(run: Run, folder: Place, site: hosts.Site) -> Branch:
+    """What this rank would say of where the checkpoint stands. Rank 0 decides, but for the order: no host may have one
+    that is as large."""
+    there: list[Complete] = []
+    if site.attempt is not None:
+        with contextlib.suppress(OSError):  # what cannot be read fails the save where that matters
+            there = complete(site.folder)
+        if run.mesh.rank == 0 and there:
+            _warn_if_back(site.attempt.step, there[-1], folder)
+    return run.line.next(folder, there)
+
+
+def _warn_if_back(step: int, latest: Complete, folder: Place) -> None:
+    """At the first save below the latest; from then on that one is the latest."""
+    if step < latest.step:
+        parts.log.warning(
+            "zeor: step %d is saved to %s, where %s lies: the run went back, or another run uses this folder. The "
+            "latest is now step %d, and what this run did not come from is deleted first (keep=). Save to another "
+            "folder to keep it.", step, folder, latest.path.name, step,
+        )  # fmt: skip
 
 
 def _checked(manifest: Manifest) -> bytes:
@@ -155,7 +184,7 @@ def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
         parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
-def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]]) -> Manifest:
+def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]], branch: Branch) -> Manifest:
     assert site.attempt is not None
     files: list[FileInfo] = []
     index: dict[int, int] = {}
@@ -172,7 +201,7 @@ def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]]) -> Man
     state = _state([told["values"] for told in everyone])
     if site.apart:
         state["hosts"] = site.leads
-    return Manifest(site.attempt.step, run.mesh.world, files, list(stored.values()), state)
+    return Manifest(site.attempt.step, run.mesh.world, files, list(stored.values()), state, branch=branch)
 
 
 def _state(values: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from zeor.checkpoint.background import Content, Saving, Target, saver_of
 from zeor.checkpoint.errors import all_there, lost_peers
 from zeor.checkpoint.load import Loaded
 from zeor.checkpoint.save import Run
-from zeor.checkpoint.urls import Place, place_of
+from zeor.checkpoint.urls import Place, place_of, shown
 from zeor.runtime.sharded import ATTRIBUTE
 
 
@@ -72,11 +72,11 @@ def save(
 
     folder  a path that ranks share or, where they do not, that each host has: it then keeps the files of its own ranks.
             Or a URL that fsspec knows ("s3://bucket/run"; ranks share it).
-    step    of the run; the latest checkpoint of a folder is the one with the largest.
+    step    of the run. The latest checkpoint of a folder is the one that was saved last.
     extra   numbers, strings, lists, dicts, tensors, or objects with a state_dict() (schedulers, scalers, zeor.ema):
             rank 0's.
     data    a loader with a state_dict(): each rank's position.
-    keep    how many checkpoints stay in the folder; None: all.
+    keep    how many checkpoints stay in the folder, those that this run came from before others; None: all.
 
     asynchronous=True returns a zeor.Saving (`.wait()` gives the path, `.done`) as soon as this rank's part is copied to
     the host; the values are those at the call, and a thread writes them while training goes on. An error is raised by
@@ -121,7 +121,8 @@ def checked(who: str, folder: Any, extra: Any, data: Any, keep: Any) -> Place:
     except UnicodeError:  # a lone surrogate
         named = False
     if not named:
-        raise ValueError(f"{who}(folder={os.fspath(folder)!r}): no folder can have that name; give another.")
+        told = shown(str(os.fspath(folder)))
+        raise ValueError(f"{who}(folder={told!r}): no folder can have that name; give another.")
     return place_of(folder)
 
 
@@ -147,7 +148,7 @@ def load(
     fits and lists the rest.
     """
     run = run_of(model, optimizer)
-    with lost_peers(run.mesh, f"Loading {folder}", "Nothing of the run has changed."):
+    with lost_peers(run.mesh, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
         all_there(run.mesh, "zeor.load")
         saver_of(run).settle()  # what is being written may be the latest
         return loading.load(run, place_of(folder), extra, data, strict)

@@ -1,8 +1,9 @@
 """Checkpoints in any filesystem of fsspec: "s3://bucket/run", "gs://...", "memory://...".
 
 A `Url` has as much of a Path's manners as checkpoints need, and raises OSError with words in `strerror` whatever
-the filesystem raised. Object stores cannot write in the middle of a file: `Uploads` writes one from its beginning
-to its end. A file:// URL is a plain Path. Knows nothing of checkpoints; store.py does.
+the filesystem raised. What it shows of itself, and what it says of errors, is without passwords and signatures.
+Object stores cannot write in the middle of a file: `Uploads` writes one from its beginning to its end. A file:// URL
+is a plain Path. Knows nothing of checkpoints; store.py does.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from zeor.checkpoint.disk import Disk
 from zeor.checkpoint.errors import CheckpointError
@@ -29,20 +32,70 @@ class Stat(NamedTuple):
     st_mode: int
 
 
+# user:password@ or token@ behind the scheme (a port is no password), and the values behind a question mark. A password
+# may hold an @: it ends at the last one, and better too much is hidden than too little.
+_USERINFO = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]*)://(?![^/@?#\s:]*:[0-9]+(?:[/?#]|$))([^/@?#\s:]*:\S*|[^/@?#\s:]+)@"
+)
+_QUERY = re.compile(r"(?<=[?&])([^=&#\s]+=)([^&#\s]+)")
+_NAMED = _BUCKETS | {"sftp", "ssh", "hdfs", "wasb", "wasbs", "adl"}  # a mere name before the @ is no secret there
+_HIDDEN = "***"
+
+
+def shown(text: str) -> str:
+    """A URL, or a text with URLs, without what only its owner may know."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(rf"\1{_HIDDEN}", _USERINFO.sub(_without_userinfo, text))
+
+
+def _without_userinfo(match: re.Match[str]) -> str:
+    return f"{match[1]}://{_HIDDEN}@" if _is_secret(match) else match[0]
+
+
+def _is_secret(match: re.Match[str]) -> bool:
+    return ":" in match[2] or match[1].lower() not in _NAMED
+
+
+def _secrets(text: str) -> list[str]:
+    """What a URL holds that nobody else may know, the longest first, as it is written there and as it is meant."""
+    found = [match[2] for match in _USERINFO.finditer(text) if _is_secret(match)]
+    found += [each[:n] for each in found for n, letter in enumerate(each) if letter == "@"]
+    found += [part for each in found for part in each.split(":", 1)[1:]]
+    found += [match[2] for match in _QUERY.finditer(text)]
+    return sorted({form for each in found for form in (each, unquote(each)) if len(form) > 2}, key=len, reverse=True)
+
+
 class Url:
-    def __init__(self, fs: Any, path: str, text: str):
+    def __init__(self, fs: Any, path: str, text: str, told: str | None = None, secrets: Sequence[str] | None = None):
         self.fs, self.path, self._text = fs, path.rstrip("/"), text.rstrip("/")
+        self._shown = shown(self._text) if told is None else told
+        self._secrets = _secrets(self._text) if secrets is None else secrets
 
     def __truediv__(self, name: str) -> Url:
-        return Url(self.fs, f"{self.path}/{name}", f"{self._text}/{name}")
+        path, text, told = (f"{each}/{name}" for each in (self.path, self._text, self._shown))
+        return Url(self.fs, path, text, told, self._secrets)
 
     def __str__(self) -> str:
+        """For people: without credentials."""
+        return self._shown
+
+    def __fspath__(self) -> str:
+        """So that it can be given wherever a folder can."""
         return self._text
 
-    __fspath__ = __str__  # so that it can be given wherever a folder can
-
     def __repr__(self) -> str:
-        return f"Url({self._text!r})"
+        return f"Url({self._shown!r})"
+
+    def without_secrets(self, text: str) -> str:
+        """What a filesystem says, without the credentials it was given."""
+        for each in self._secrets:
+            text = text.replace(each, _HIDDEN)
+        return shown(text)
+
+    @property
+    def has_secrets(self) -> bool:
+        return bool(self._secrets)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Url) and self._text == other._text
@@ -74,6 +127,11 @@ class Url:
             return stat.S_ISREG(self.stat().st_mode)
         return False
 
+    def is_link(self) -> bool:
+        with contextlib.suppress(FileNotFoundError), _worded(self):
+            return _is_link(self.fs.info(self.path))
+        return False
+
     def names(self) -> list[str]:
         with _worded(self):
             self.fs.invalidate_cache()
@@ -99,10 +157,42 @@ class Url:
                 self.fs.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
-        """A file, or a folder and what is in it; nothing there is fine."""
+        """A file; nothing there is fine."""
         with contextlib.suppress(FileNotFoundError), _worded(self):
             self.fs.invalidate_cache()
-            self.fs.rm(self.path, recursive=True)
+            self.fs.rm(self.path)
+
+    def remove_alone(self) -> None:
+        """A file that is no part of a checkpoint; nothing there is fine."""
+        with contextlib.suppress(FileNotFoundError), _worded(self):
+            self.fs.rm_file(self.path)
+
+    def remove_folder(self, own: Callable[[str], bool]) -> None:
+        """A folder and its own files, by their names; nothing there is fine. Of a link, the link. OSError where it
+        holds anything else, which stays."""
+        foreign: list[str] = []
+        with contextlib.suppress(FileNotFoundError), _worded(self):
+            self.fs.invalidate_cache()
+            if _is_link(self.fs.info(self.path)):
+                self.fs.rm_file(self.path)
+                return
+            found = {each["name"].rstrip("/").rsplit("/", 1)[-1]: each for each in self.fs.ls(self.path, detail=True)}
+            foreign = [name for name in found if name and not own(name)]
+            if not foreign and all(each["type"] == "file" and not _is_link(each) for each in found.values()):
+                self.fs.rm(self.path, recursive=True)
+                return
+            for name in found:
+                if own(name):
+                    self.fs.rm_file(f"{self.path}/{name}")
+            if not foreign:
+                self.fs.rmdir(self.path)
+        if foreign:
+            raise OSError(errno.ENOTEMPTY, f"{self.name} holds {foreign[0]!r}, which zeor did not write; that stays")
+
+
+def _is_link(info: Any) -> bool:
+    """As the filesystems that know links tell it."""
+    return bool(info.get("islink")) or info.get("type") == "link"
 
 
 Place = Path | Url
@@ -121,12 +211,19 @@ def place_of(folder: str | os.PathLike[str] | Url) -> Place:
     try:
         import fsspec
     except ImportError as error:
-        raise CheckpointError(f"{text} is a URL, which takes fsspec; pip install zeor[urls].") from error
+        raise CheckpointError(f"{shown(text)} is a URL, which takes fsspec; pip install zeor[urls].") from error
     try:
         fs, path = fsspec.core.url_to_fs(text)
     except Exception as error:  # an unknown scheme, a driver that is not installed, a URL that makes no sense to it
-        raise CheckpointError(f"{text} cannot be used: {error}.") from error
+        url = Url(None, "", text)
+        what = url.without_secrets(f"{error}")
+        raise CheckpointError(f"{url} cannot be used: {what}.") from _cause(url, error)
     return Url(fs, path, text)
+
+
+def _cause(url: Url, error: Exception) -> Exception | None:
+    """A traceback would show what the filesystem said as it is."""
+    return None if url.has_secrets else error
 
 
 @contextlib.contextmanager
@@ -135,13 +232,15 @@ def _worded(url: Url) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(url)) from error
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(url)) from _cause(url, error)
     except NotADirectoryError as error:
-        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(url)) from error
+        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(url)) from _cause(url, error)
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(url)) from error
+        what = url.without_secrets(error.strerror or str(error))
+        raise OSError(error.errno or errno.EIO, what, str(url)) from _cause(url, error)
     except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(url)) from error
+        what = url.without_secrets(f"{type(error).__name__}: {error}")
+        raise OSError(errno.EIO, what, str(url)) from _cause(url, error)
 
 
 class Uploads(Disk):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint import plain
-from zeor.checkpoint.commit import Attempt
+from zeor.checkpoint.branches import Line
+from zeor.checkpoint.commit import Attempt, complete
 from zeor.checkpoint.contents import BUFFER, PARAM, role_of
 from zeor.checkpoint.disk import DISK
 from zeor.checkpoint.errors import CheckpointError
@@ -82,7 +83,8 @@ def write(found: Foreign, folder: Path, kind: str) -> Path:
     try:
         attempt.begin()
         info = write_file(DISK, attempt.writing / "rank-00000.safetensors", sources)
-        attempt.commit(Manifest(found.step, 1, [info], tensors, _state(found, kind)).to_bytes())
+        branch = Line().next(folder, complete(folder))
+        attempt.commit(Manifest(found.step, 1, [info], tensors, _state(found, kind), branch=branch).to_bytes())
     except OSError as error:
         attempt.abandon()
         raise CheckpointError(f"The checkpoint could not be written to {folder}: {error.strerror or error}.") from error

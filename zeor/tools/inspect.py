@@ -12,7 +12,7 @@ from typing import Any
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.health import Description, bytes_by_role, checkpoints_of, describe, parameter_counts, verify
 from zeor.checkpoint.manifest import Manifest
-from zeor.checkpoint.urls import Place, place_of
+from zeor.checkpoint.urls import Place, place_of, shown
 from zeor.tools.show import Progress, human_bytes, table
 
 _MOST_FILES = 20  # lines of files before the rest is summed up
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     if options.verify:
         _verify(found)
     if len(found) > 1:
-        print(f"{options.folder}: {len(found)} complete checkpoints\n")
+        print(f"{shown(options.folder)}: {len(found)} complete checkpoints\n")
         print(table(["checkpoint", "size", "health"], [_row(each, options.verify) for each in found]), end="\n\n")
     latest = found[-1]
     if latest.manifest is not None:
