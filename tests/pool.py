@@ -1,8 +1,9 @@
 """Four Gloo ranks that stay up for a whole pytest run, so that a distributed test costs milliseconds.
 
 The parent (pytest) sends a function to the first `world` workers and collects one result per rank; each finds
-a default process group of exactly that world. The group is kept while it is clean and the world is the same;
-otherwise the next task carries a higher generation and every rank of it builds a new one.
+a default process group of exactly that world. Groups are kept while they are clean and the world is the same: a library
+that makes groups of its own once finds them again. They are clean where all ranks have issued equally many collectives
+on each; otherwise the next task carries a higher generation and every rank of it builds a new one.
 A worker that hangs or dies costs its test a failure and the next test a new set of workers, nothing more.
 This file knows nothing of zeor.
 """
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 POOL_RANKS = 4
+MOST_GROUPS = 8  # that a task may leave to the next
 GRACE_SECONDS = 5.0  # what the other ranks get to finish once one has failed
 # Longer than any test may take: a hang is to end in the pool's timeout, which shows stacks, not in Gloo's.
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -53,7 +55,7 @@ class Task(NamedTuple):
 class Outcome(NamedTuple):
     ok: bool
     when: float  # time.monotonic(), one clock for all processes of a machine
-    clean: bool  # the default group is still the one the task was given, and the only one
+    clean: dict[str, int] | None  # collectives so far by group; None: the default group is not the task's, or too many
     body: bytes  # cloudpickle of the result, or the traceback as text
 
 
@@ -104,13 +106,13 @@ def _run_task(rank: int, task: Task, new_store: dist.Store | None) -> Outcome:
         torch.manual_seed(0)
         fn, args, kwargs = cloudpickle.loads(task.payload)
         body = cloudpickle.dumps(fn(*args, **kwargs))
-        return Outcome(True, time.monotonic(), _is_clean(group), body)
+        return Outcome(True, time.monotonic(), _counts(group), body)
     except BaseException as error:
         when = time.monotonic()
         text = "".join(traceback.format_exception(error)) + _simple_locals(error.__traceback__)
         # The frames hold the test's models and groups; without this they would live until the next exception.
         traceback.clear_frames(error.__traceback__)
-        return Outcome(False, when, False, text.encode())
+        return Outcome(False, when, None, text.encode())
 
 
 def _renew_group(rank: int, task: Task, store: dist.Store) -> None:
@@ -120,11 +122,15 @@ def _renew_group(rank: int, task: Task, store: dist.Store) -> None:
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=task.world, timeout=GROUP_TIMEOUT)
 
 
-def _is_clean(group: dist.ProcessGroup | None) -> bool:
-    """Whether the next task may have `group` too. Groups left beside it would pile up sockets and threads."""
+def _counts(group: dist.ProcessGroup | None) -> dict[str, int] | None:
+    """What decides whether the next task may have `group` and those beside it too. Too many of them would pile up
+    sockets and threads."""
     if not dist.is_initialized() or dist.group.WORLD is not group:
-        return False
-    return len(dist.distributed_c10d._world.pg_map) == 1
+        return None
+    names = dist.distributed_c10d._world.pg_names
+    if len(names) > MOST_GROUPS:
+        return None
+    return {name: each._get_sequence_number_for_group() for each, name in names.items()}
 
 
 def _collect_garbage(module_count: int) -> int:
@@ -184,7 +190,7 @@ class Worker:
             code = self.process.wait()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             # A death is the cause of the connection errors around it, however late the parent saw it.
-            return Outcome(False, 0.0, False, f"The process {how}.\n{self.read_stacks()}".encode())
+            return Outcome(False, 0.0, None, f"The process {how}.\n{self.read_stacks()}".encode())
 
     def read_stacks(self) -> str:
         self.stacks.seek(0)
@@ -226,7 +232,9 @@ class Pool:
         except BaseException:
             self.close()  # Ctrl-C or a timeout: the workers are in mid-task, and their results nobody's
             raise
-        self.group_world = world if all(outcome.clean for outcome in outcomes.values()) else 0
+        first = next(iter(outcomes.values())).clean
+        same = first is not None and all(outcome.clean == first for outcome in outcomes.values())
+        self.group_world = world if same else 0
         if len(outcomes) < world or any(worker.process.poll() is not None for worker in self.workers):
             self.close()
         if not all(outcome.ok for outcome in outcomes.values()):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import RankFailure
+from tests.pool import MOST_GROUPS, RankFailure
 
 
 class Seen(NamedTuple):
@@ -60,14 +60,28 @@ def test_each_task_starts_from_the_same_seed_on_one_thread(ranks):
     assert all(torch.equal(numbers, first[0][0]) and threads == 1 for numbers, threads in first + second)
 
 
-def test_the_group_is_reused_unless_a_test_left_others_beside_it(ranks):
-    def group_id():
-        return id(dist.group.WORLD)
+def test_groups_are_reused_unless_there_are_many_or_ranks_are_at_different_places_in_one(ranks):
+    def renewed():
+        return len(dist.distributed_c10d._world.pg_map) == 1
 
-    before = ranks(group_id, 2)
-    assert ranks(group_id, 2) == before
-    ranks(lambda: dist.new_group().size(), 2)
-    assert ranks(lambda: len(dist.distributed_c10d._world.pg_map), 2) == [1, 1]
+    def meet(numel):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(numel), group=group, async_op=True) if numel else None
+        return group.size(), work is None
+
+    def make(count):
+        return len([dist.new_group() for _ in range(count)])
+
+    ranks(os.getpid, 3)
+    assert ranks(renewed, 2) == [True, True]
+    ranks(make, 2, 1)
+    assert ranks(renewed, 2) == [False, False]
+    ranks(make, 2, MOST_GROUPS)
+    assert ranks(renewed, 2) == [True, True]
+    ranks(lambda: meet(2), 2)
+    assert ranks(renewed, 2) == [False, False]
+    ranks(lambda: meet(dist.get_rank()), 2)  # rank 0 takes no part
+    assert ranks(renewed, 2) == [True, True]
 
 
 def test_an_error_shows_the_first_failing_rank_and_the_workers_live_on(ranks):
