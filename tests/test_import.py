@@ -71,19 +71,12 @@ found["group"] = torch.distributed.is_initialized()
 found["triton"] = "triton" in sys.modules and "triton" not in modules
 found["dynamo"] = "torch._dynamo" in sys.modules and "torch._dynamo" not in modules
 found["threads"] = threading.active_count() - threads
+names = {name.partition(".")[0] for name in set(sys.modules) - modules} - set(sys.stdlib_module_names)
+found["beyond torch"] = sorted(names - {"zeor"})
 """
     found = in_new_process(code, "-W", "error")
+    assert found.pop("beyond torch") == ["cloudpickle"], "what takes time is imported when it is needed"
     assert found == {"cuda": False, "group": False, "triton": False, "dynamo": False, "threads": 0, "stderr": ""}
-
-
-def test_the_import_takes_under_a_second_beyond_torch():
-    code = """
-import time, torch
-started = time.perf_counter()
-import zeor
-found["seconds"] = time.perf_counter() - started
-"""
-    assert min(in_new_process(code)["seconds"] for _ in range(3)) < 1.0
 
 
 def test_public_names_are_there_and_documented():

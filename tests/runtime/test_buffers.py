@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zeor
 from tests import loops
+from zeor.runtime.sharded import state_of
 
 STAGES = [0, 1, 2, 3]
 Values = dict[str, list[float]]
@@ -331,7 +332,9 @@ def test_rank_0_may_evaluate_alone_where_parameters_are_whole(ranks, stage):
 
 
 def alone_at_stage_3(together_before: bool) -> str:
+    """As over NCCL, where ranks do not meet before a forward (tests/comm/test_meeting.py has the other case)."""
     model, optimizer = sharded(3, timeout=3)
+    state_of(model).engine.mesh.meeting = None
     loops.train(model, optimizer, range(2), loops.own_loss)
     if together_before:
         evaluate(model)
