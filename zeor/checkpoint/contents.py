@@ -24,6 +24,7 @@ from zeor.checkpoint.manifest import Stored
 from zeor.checkpoint.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
+from zeor.optim.pieces import Piece
 from zeor.runtime.discover import named_owners
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
@@ -124,7 +125,7 @@ def exact_part(lane: Lane, segment: Segment) -> Tensor:
         segment = Segment(segment.param, segment.start, segment.numel, offset)
     end = segment.offset + segment.numel
     if lane.master is None:
-        return (lane.full.flat if lane.updates_whole else lane.mine)[segment.offset : end]
+        return lane.full.flat[segment.offset : end] if lane.updates_whole else lane.read_mine(segment.offset, end)
     own = lane.master.own
     if own is not None and not own.away:
         return own.tensor[segment.offset : end]
@@ -174,7 +175,7 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
         name, role = names[id(slot.param)], role_of(number, piece.key)
         keys[role] = list(piece.key)
         if piece.begin is not None:
-            _add_elements(contents, (role, name), slot, piece.begin, piece.value)
+            _add_elements(contents, (role, name), slot, piece)
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
             if not slot.lane.updates_whole or engine.mesh.rank == 0:
                 contents.add_whole((role, name), piece.value)
@@ -191,16 +192,19 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
     )
 
 
-def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, begin: int, value: Tensor) -> None:
-    """Where every rank has all of it, only this rank's slice is written."""
-    end = begin + value.numel()
+def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: Piece) -> None:
+    """Where every rank has all of it, only this rank's slice is written. What rests in a file is read past its map: a
+    file that something else shortens while a checkpoint is written makes that fail, and no more."""
+    assert piece.begin is not None
+    first, last = piece.begin, piece.begin + piece.value.numel()
     if slot.lane.updates_whole:
         mine = [s for s in slot.lane.layout.segments(slot.engine.mesh.rank) if s.param == slot.index]
         if not mine:
             return
-        first, end = mine[0].start, mine[0].start + mine[0].numel
-        value, begin = value[first - begin : end - begin], first
-    contents.add_range(what, slot.shape, value.dtype, begin, _Once(value.numel(), lambda: value))
+        first, last = mine[0].start, mine[0].start + mine[0].numel
+    begin, end, value, read = first - piece.begin, last - piece.begin, piece.value, piece.read
+    flat = _Once(end - begin, lambda: value[begin:end] if read is None else read(begin, end))
+    contents.add_range(what, slot.shape, value.dtype, first, flat)
 
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ counter, or a matrix of another shape that an owner keeps; ranks that hold parts
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from zeor.layout import Segment
 from zeor.runtime.unit import Slot
 
 Key = tuple[str | int, ...]  # ("exp_avg",), or ("factors", 0) where state is nested
+Read = Callable[[int, int], Tensor]  # elements [begin, end) of a piece
 
 
 class Piece(NamedTuple):
@@ -29,10 +30,13 @@ class Piece(NamedTuple):
     key: Key
     begin: int | None
     value: Any  # a plain tensor, or a number, a string, None, or a list or dict with nothing in it
+    read: Read | None = None  # where the tensor is a map of a file: how to look at it without the map
 
 
-def pieces_of(slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, Any]) -> Iterator[Piece]:
-    """The state of what this rank steps on: the elements of `slot` that `where` says."""
+def pieces_of(
+    slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, Any], reads: Mapping[str, Read]
+) -> Iterator[Piece]:
+    """The state of what this rank steps on: the elements of `slot` that `where` says. `reads`: of entries in files."""
     for key, value in _leaves(state, ()):
         if isinstance(value, Tensor) and type(value) is not Tensor:
             raise RuntimeError(
@@ -41,7 +45,8 @@ def pieces_of(slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, A
                 "state_dict(), which loads on the same ranks."
             )
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == mine.shape:
-            yield Piece(slot.name, key, where.start, value.detach().reshape(-1))
+            read = reads.get(str(key[0])) if len(key) == 1 else None
+            yield Piece(slot.name, key, where.start, value.detach().reshape(-1), read)
         elif isinstance(value, Tensor) and value.dim() > 0 and where.numel != slot.lane.layout.numels[slot.index]:
             raise RuntimeError(
                 f"The optimizer keeps {'/'.join(map(str, key))!r} of {slot.name!r} in shape {tuple(value.shape)}, made "
