@@ -33,6 +33,7 @@ from zeor.runtime.unit import Slot
 log = logging.getLogger("zeor")
 
 PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"
+COMPLETE = "complete"  # every parameter that trains has state or an entry without any: what is missing was lost
 
 
 @dataclass
@@ -170,9 +171,11 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
     slots = {slot.name: slot for slot in engine.slots}
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
+    told: set[str] = set()
     for piece in stepper.pieces():
         slot = slots[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
+        told.add(name)
         keys[role] = list(piece.key)
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece)
@@ -182,9 +185,13 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
         else:
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
             scalars.setdefault(name, []).append([list(piece.key), value])
+    for param in (param for group in stepper.optimizer.param_groups for param in group["params"]):
+        if stepper.segments.of(param) is not None and names[id(param)] not in told:
+            scalars[names[id(param)]] = []  # it has had no gradient yet: see COMPLETE
     contents.values.setdefault("optimizers", []).append(
         {
             "class": type(stepper.optimizer).__name__,
+            COMPLETE: True,
             "groups": [_group(group, names) for group in stepper.optimizer.param_groups],
             "keys": keys,
             "scalars": scalars,
