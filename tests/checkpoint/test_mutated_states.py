@@ -210,3 +210,129 @@ def test_state_changed_with_care_is_refused_or_steps_as_torch_would(
             assert target.now() == target.truth, what  # the good one, into the same objects
     target.restore()
     assert target.now() == target.truth and min(outcomes.values()) > count // 20, outcomes
+
+
+# ---- by name
+
+
+def changed(target: Target, change: Any, tensors: dict[Any, Tensor] | None = None) -> None:
+    """The checkpoint with something changed in what it says of its optimizer."""
+    body = json.loads(json.dumps(target.body))
+    change(body["state"]["optimizers"][0])
+    held = {key: value for key, value in target.tensors.items() if key[0].startswith("optimizer.")}
+    target.write(body, held if tensors is None else tensors)
+
+
+def next_step(target: Target) -> dict[str, Any]:
+    target.load()
+    step(target.model, target.optimizer, STEP)
+    return {name: bits(param) for name, param in target.model.named_parameters()}
+
+
+@pytest.mark.parametrize("number", [STEP, float(STEP), {"$tensor": {"dtype": "int64", "shape": [], "values": [STEP]}}])
+def test_a_step_of_an_older_torch_is_converted(targets: dict[str, Target], number: Any) -> None:
+    target = targets["AdamW"]
+    target.restore()
+    right = next_step(target)
+
+    def change(entry: Any) -> None:
+        for pairs in entry["scalars"].values():
+            for pair in pairs:
+                pair[1] = number if pair[0] == ["step"] else pair[1]
+
+    changed(target, change)
+    assert next_step(target) == right
+    kept = state_of(target.model).steppers[0].segments.whole(target.model.head.weight)["step"]
+    assert type(kept) is Tensor and kept.dtype == torch.float32 and kept.item() == STEP + 1
+    target.restore()
+
+
+REFUSED = {
+    "a step that is no number": (lambda e: e["scalars"]["head.bias"].__setitem__(0, [["step"], "3"]), "'step' of"),
+    "a step below zero": (lambda e: e["scalars"]["head.bias"].__setitem__(0, [["step"], -1]), "was updated -1.0 times"),
+    "no step": (lambda e: e["scalars"].__setitem__("head.bias", []), r"lacks 'step' of .* of 'head\.bias'"),
+    "one beta": (lambda e: e["groups"][0]["settings"].update(betas={"$tuple": [0.9]}), "'betas' of a group cannot be"),
+    "a beta that is a word": (
+        lambda e: e["groups"][0]["settings"].update(betas={"$tuple": [0.9, "x"]}), "'betas' of a group cannot be",
+    ),
+    "betas beyond one": (
+        lambda e: e["groups"][1]["settings"].update(betas={"$tuple": [0.9, 1.9]}), "cannot take a step",
+    ),
+    "capturable on a CPU": (lambda e: e["groups"][0]["settings"].update(capturable=True), "cannot take a step with"),
+    "no learning rate": (lambda e: e["groups"][0]["settings"].pop("lr"), "lacks 'lr' of a group's settings"),
+    "nothing for a number": (lambda e: e["groups"][0]["settings"].update(eps=None), "'eps' of a group cannot be"),
+    "other settings than state": (
+        lambda e: e["groups"][0]["settings"].update(amsgrad=False) or e["keys"].pop("optimizer.0.max_exp_avg_sq"),
+        "does not say where",
+    ),
+    "numbers of nobody": (lambda e: e["scalars"].__setitem__("nobody", []), "for 'nobody', which is in no group of it"),
+    "no numbers at all": (lambda e: e.pop("scalars"), "'scalars' of optimizer 0 is malformed or missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_optimizer_does_not_keep_is_refused_and_the_good_one_loads_after_it(
+    targets: dict[str, Target], name: str
+) -> None:
+    target = targets["AdamW"]
+    target.restore()
+    change, words = REFUSED[name]
+    changed(target, change)
+    with pytest.raises(CheckpointError, match=words):
+        target.load()
+    assert target.now() == target.truth
+    step(target.model, target.optimizer, 9)
+    target.restore()
+    assert target.now() == target.truth
+
+
+def test_state_that_got_lost_is_refused_and_what_never_was_is_not(targets: dict[str, Target]) -> None:
+    """SGD keeps one tensor of each parameter: without it a parameter looks as one that had no gradient yet."""
+    target = targets["SGD"]
+    held = {key: value for key, value in target.tensors.items() if key[0].startswith("optimizer.")}
+    del held["optimizer.0.momentum_buffer", "tail.weight"]
+    changed(target, lambda entry: None, held)
+    with pytest.raises(CheckpointError, match=r"lacks the optimizer's state of 'tail\.weight'\."):
+        target.load()
+    assert "idle" in target.body["state"]["optimizers"][0]["scalars"]  # which never had a gradient
+    changed(target, lambda entry: entry.pop("complete"), held)  # as before zeor wrote that down
+    target.load()
+    target.restore()
+    assert target.now() == target.truth
+
+
+class Lazy(torch.optim.Optimizer):
+    """Keeps something more from its fifth step on, and a word."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    state["word"], state["none"] = "warm", None
+                    if state["count"] >= 5:
+                        state.setdefault("late", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(param.grad + state.get("late", 0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_state_that_is_made_late_loads(tmp_path: Path, count: int) -> None:
+    runs = []
+    for seed in (1, 2):
+        model = net(seed)
+        runs.append(zeor.shard(model, Lazy(groups_of(model)), stage=2))
+    for number in range(count):
+        step(*runs[0], number)
+    save(tmp_path, *runs[0], step=count)
+    load(tmp_path, *runs[1])
+    for run in runs:
+        step(*run, 50)
+    ours, theirs = ({name: bits(p) for name, p in model.named_parameters()} for model, _ in runs)
+    assert ours == theirs
+    kept = [state_of(model).steppers[0].segments.whole(model.tail.bias) for model, _ in runs]
+    assert kept[0].keys() == kept[1].keys() and ("late" in kept[1]) == (count + 1 >= 5)

@@ -41,7 +41,7 @@ from zeor.checkpoint.resuming import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.staging import Staging
-from zeor.checkpoint.states import States, Told
+from zeor.checkpoint.states import States, Told, check_count, is_counter
 from zeor.checkpoint.urls import Place
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
@@ -81,6 +81,7 @@ class Load:
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
+        self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -289,7 +290,9 @@ class Load:
                 pieces.append(Piece(slot.name, path, None, value))
                 continue
             each, begin = need(stored[path], 0, torch.Size(value.shape).numel()), None
-            if value.shape == slot.shape:
+            if is_counter(path, value):
+                self._counters.append((name, path, each))
+            elif value.shape == slot.shape:
                 each, begin = need(stored[path], where.start, where.numel, mine.device), where.start
             self.staging.add_piece(each, pieces, slot.name, path, begin, value.dtype)
 
@@ -347,7 +350,11 @@ class Load:
     # ---- step 2
 
     def read(self, host_is_short: bool) -> None:
-        self.staging.read(host_is_short, list(self._needs.values()))
+        counters = [each for *_, each in self._counters]
+        self.staging.read(host_is_short, [*self._needs.values(), *counters])
+        for name, key, each in self._counters:
+            if key[-1] == "step":
+                check_count(str(self.path), name, float(each.into))
         if self._same_world:
             check_rng(str(self.path), self._rng(), self.run.mesh.device)
 

@@ -113,11 +113,7 @@ class States:
 
     def _checked_counter(self, name: str, key: Key, value: Any) -> Any:
         if key[-1] == "step" and _number(value) is not None:
-            count = float(_number(value))  # type: ignore[arg-type]
-            if not math.isfinite(count) or count < 0 or count != int(count):
-                raise CheckpointError(
-                    f"{self._where} says that {name!r} was updated {count} times; a count of steps is 0 or more."
-                )
+            check_count(self._where, name, float(_number(value)))
         return value
 
     def _try(
@@ -156,10 +152,20 @@ class States:
             )
 
 
+def check_count(where: str, name: str, count: float) -> None:
+    if not math.isfinite(count) or count < 0 or count % 1:
+        raise CheckpointError(f"{where} says that {name!r} was updated {count} times; a count of steps is 0 or more.")
+
+
+def is_counter(key: Key, told: Told) -> bool:
+    """One number of a parameter, and not its element, though it may have but one."""
+    return told.shape == () and key[-1] in COUNTERS
+
+
 def _as(key: Key, value: Any, like: Any, shape: tuple[int, ...], expected: Expected) -> Any:
     """A value as one that was seen is kept, if it can be that; else None."""
     if isinstance(value, Told):
-        return _told_as(value, like, shape, expected)
+        return _told_as(key, value, like, shape, expected)
     if isinstance(like, Tensor):
         if like.dim() > 0 or _number(value) is None or not (isinstance(value, Tensor) or key[-1] in COUNTERS):
             return None
@@ -171,9 +177,11 @@ def _as(key: Key, value: Any, like: Any, shape: tuple[int, ...], expected: Expec
     return value if type(value) is type(like) else None
 
 
-def _told_as(value: Told, like: Any, shape: tuple[int, ...], expected: Expected) -> Told | None:
-    if not isinstance(like, Tensor) or like.dim() == 0:
+def _told_as(key: Key, value: Told, like: Any, shape: tuple[int, ...], expected: Expected) -> Told | None:
+    if not isinstance(like, Tensor):
         return None
+    if like.dim() == 0 and key[-1] in COUNTERS:  # checkpoints of others hold it as a tensor
+        return Told((), like.dtype) if value.shape == () and not value.dtype.is_complex else None
     if tuple(like.shape) == expected.shape:
         fits = value.shape == shape
     elif expected.is_exact:
