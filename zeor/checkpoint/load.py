@@ -96,9 +96,7 @@ class Load:
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
-        saved = self.value("extra") or {}
-        if not isinstance(saved, dict):
-            raise CheckpointError(f"{self.path}: its extra values are a {type(saved).__name__}.")
+        saved = self.extra()
         lacking = [key for key in extra if key not in saved]
         if self.strict and lacking:
             listed = _listed("extra", lacking)
@@ -335,8 +333,7 @@ class Load:
             self._check_fit(names[mine.name], self._stored[f"ema.{key}", names[mine.name]], slot.shape, slot.dtype)
             each = need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
-        saved = self.value("extra")
-        about = saved.get(key) if isinstance(saved, dict) else None
+        about = self.extra().get(key)
         updates = about.get("updates") if isinstance(about, dict) else None
         if type(updates) is not int or updates < 0:
             raise CheckpointError(f"{self.path} does not say how often the average {key!r} was updated.")
@@ -403,8 +400,12 @@ class Load:
                 else:
                     group[key] = value
 
-    def value(self, name: str) -> Any:
-        return plain.decode(self.manifest.state.get(name), self._want_whole)
+    def extra(self) -> dict[str, Any]:
+        """What was saved beside model and optimizers, by name."""
+        found = plain.decode(self.manifest.state.get("extra"), self._want_whole)
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(f"{self.path}: its extra values are a {type(found).__name__}.")
+        return {} if found is None else found
 
     def position(self) -> Any:
         """Of this rank's loader."""
@@ -441,7 +442,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
     read = functools.partial(this.read, short)
     together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
-    found = _guarded(lambda: this.value("extra"), path) or {}
+    found = _guarded(this.extra, path)
     position = this.position() if data is not None else None
     try:
         take = functools.partial(attached.take, found, position)
