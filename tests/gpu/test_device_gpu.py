@@ -52,7 +52,7 @@ def test_a_model_from_the_cpu_trains_on_the_gpu(options):
     there, expected = run("cuda", options, data())  # batches on the CPU: forward moves what is left
     assert losses == expected
     assert all(p.device == torch.device("cuda", 0) for p in (*here.parameters(), *here.buffers()))
-    for mine, its in zip(here.state_dict().values(), there.state_dict().values()):
+    for mine, its in zip(here.state_dict().values(), there.state_dict().values(), strict=True):
         assert torch.equal(mine, its)
 
 

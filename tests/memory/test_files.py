@@ -27,6 +27,7 @@ from zeor.memory import files
 from zeor.memory.files import DiskArray, DiskFolder
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import PAGE_NBYTES, HostArena
+from zeor.memory.rest import Rest
 from zeor.plan import default_folder
 
 NUMEL = 3 * 4096 + 777
@@ -76,10 +77,10 @@ def fail(monkeypatch: pytest.MonkeyPatch, call: str, number: int, when: Callable
     """Let a system call fail where `when(*arguments)` says so."""
     real = getattr(os, call)
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*arguments: Any, **named: Any) -> Any:
         if when(*arguments):
             raise OSError(number, os.strerror(number))
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(os, call, failing)
 
@@ -88,9 +89,9 @@ def watch_opens(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each time an array is opened to be read or written: directly or not."""
     real, seen = os.open, []
 
-    def opening(path: Any, flags: int, *rest: Any) -> int:
+    def opening(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         seen.append(bool(flags & os.O_DIRECT))
-        return real(path, flags, *rest)
+        return real(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", opening)
     return seen
@@ -602,11 +603,11 @@ def test_the_default_folder_is_made_again_when_another_job_takes_it_away(
 ) -> None:
     real, taken = os.mkdir, []
 
-    def making(path: Any, *rest: Any) -> None:
+    def making(path: Any, *rest: Any, **named: Any) -> None:
         if "zeor-offload--" in str(path) and not taken:
             taken.append(path)
-            os.rmdir(os.path.dirname(path))  # it was the last there
-        real(path, *rest)
+            os.rmdir(current / "zeor-offload")  # it was the last there
+        real(path, *rest, **named)
 
     monkeypatch.setattr(os, "mkdir", making)
     with DiskFolder("zeor-offload") as folder:
@@ -625,6 +626,142 @@ def test_a_folder_that_zeor_chose_is_told_once(
             wanted.append(f"offload=disk: state rests in {folder.path} until the run ends.")
         DiskFolder(current / "by hand").close()
     assert [record.getMessage() for record in caplog.records if "rests in" in record.getMessage()] == wanted
+
+
+# ---- whose folder it is, and links
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To another user, or, for who may not do that, become another."""
+    if os.geteuid() == 0:
+        os.chown(path, 54321, -1, follow_symlinks=False)
+    else:
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+
+
+def test_a_default_folder_of_another_user_is_refused(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (current / "zeor-offload").mkdir()
+    give_away(current / "zeor-offload", monkeypatch)
+    with pytest.raises(RuntimeError, match=r"zeor-offload belongs to user \d+, not to this one .*choose folder="):
+        DiskFolder(default_folder())
+    assert os.listdir(current / "zeor-offload") == []
+
+
+@pytest.mark.parametrize("leads", ["to a folder", "nowhere"])
+def test_a_default_folder_that_is_a_link_is_refused(current: Path, leads: str) -> None:
+    target = current / "elsewhere"
+    if leads == "to a folder":
+        target.mkdir()
+        (target / "lock").write_text("private")
+    (current / "zeor-offload").symlink_to(target)
+    with pytest.raises(RuntimeError, match=r"zeor-offload is a link to .*elsewhere, which zeor does not follow"):
+        DiskFolder(default_folder())
+    assert os.path.islink("zeor-offload")
+    assert sorted(target.glob("*")) == ([target / "lock"] if leads == "to a folder" else [])
+
+
+def test_a_default_folder_is_for_this_user_alone(current: Path) -> None:
+    with DiskFolder(default_folder()) as folder:
+        modes = [path.stat().st_mode & 0o777 for path in (folder.folder, folder.path)]
+        assert modes == [0o700, 0o700]
+
+
+def test_a_folder_that_was_named_may_be_a_link_of_ones_own(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (current / "disk").mkdir()
+    (current / "named").symlink_to(current / "disk")
+    with DiskFolder(current / "named") as folder:
+        folder.array("x", 5, torch.float32).tensor.fill_(2)
+        assert os.listdir(current / "disk") == [folder.path.name]
+    assert os.listdir(current / "disk") == []
+    give_away(current / "named", monkeypatch)
+    if os.geteuid() != 0 or os.lstat(current / "named").st_uid != 0:
+        with pytest.raises(RuntimeError, match=r"named is a link that user \d+ has made, not this one"):
+            DiskFolder(current / "named")
+    assert os.listdir(current / "disk") == []
+
+
+def test_a_folder_that_was_named_may_be_another_users(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scratch disk that all users share."""
+    (current / "scratch").mkdir()
+    give_away(current / "scratch", monkeypatch)
+    with DiskFolder(current / "scratch") as folder:
+        assert folder.array("x", 5, torch.float32).tensor.sum() == 0
+
+
+def test_a_link_in_the_place_of_an_array_is_not_followed(folder: DiskFolder, tmp_path: Path) -> None:
+    array = folder.array("x", NUMEL, torch.float32)
+    private = tmp_path / "private"
+    private.write_bytes(b"keep" * NUMEL)
+    array.path.unlink()
+    array.path.symlink_to(private)
+    uses: list[Callable[[], Any]] = [
+        lambda: array.write(0, NUMEL, aligned(NUMEL)),
+        lambda: array.read(0, NUMEL, aligned(NUMEL)),
+        lambda: array.tensor,
+    ]
+    for use in uses:
+        with pytest.raises((RuntimeError, OSError), match="symbolic links"):
+            use()
+    assert private.read_bytes() == b"keep" * NUMEL
+
+
+def test_links_in_the_place_of_the_sub_folder_lead_nowhere(folder: DiskFolder, tmp_path: Path) -> None:
+    """Whoever owns the folder renames what is in it, and puts links to another's files there."""
+    array = folder.array("x", NUMEL, torch.float32)
+    private = tmp_path / "private"
+    private.write_bytes(b"keep" * NUMEL)
+    moved = tmp_path / "moved"
+    folder.path.rename(moved)
+    folder.path.mkdir()
+    array.path.symlink_to(private)
+    (folder.path / "1-y.array").symlink_to(private)
+    array.write(0, NUMEL, torch.ones(NUMEL))
+    array.tensor[0] = 5.0
+    folder.array("y", NUMEL, torch.float32).tensor.fill_(7)
+    assert array.tensor.sum() == NUMEL + 4 and sorted(os.listdir(moved)) == ["0-x.array", "1-y.array", "lock"]
+    folder.close()
+    assert private.read_bytes() == b"keep" * NUMEL and os.listdir(moved) == []
+    assert sorted(os.listdir(folder.path)) == ["0-x.array", "1-y.array"]
+
+
+def test_leftovers_of_another_user_and_links_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, linked = tmp_path / ("zeor-offload-a-" + "0" * 16), tmp_path / ("zeor-offload-a-" + "1" * 16)
+    private = tmp_path / "private"
+    for path in (theirs, private):
+        path.mkdir()
+        for file in ("lock", "0-x.array"):
+            (path / file).write_text("1")
+    linked.symlink_to(private)
+    if os.geteuid() == 0:
+        os.chown(theirs, 54321, -1)
+    DiskFolder(tmp_path).close()
+    assert sorted(os.listdir(private)) == ["0-x.array", "lock"] and linked.is_symlink()
+    assert theirs.exists() == (os.geteuid() == 0)
+
+
+# ---- a file that something else has shortened
+
+
+def test_a_shortened_file_is_one_sentence(folder: DiskFolder) -> None:
+    array = folder.array("x", NUMEL, torch.float32)
+    rest = Rest(array.tensor, "disk", array)
+    assert rest.tensor.sum() == 0 and torch.equal(rest.read(3, 9), torch.zeros(6))
+    os.truncate(array.path, 4096)
+    uses: list[Callable[[], Any]] = [
+        lambda: array.tensor,
+        array.check,
+        lambda: rest.tensor,
+        lambda: rest.read(0, NUMEL),
+        lambda: array.read(0, NUMEL, aligned(NUMEL)),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"0-x\.array ends before byte 4097: something else has shortened it"):
+            use()
+    assert array.path.stat().st_size == 4096  # and nobody makes it longer, with zeros
+    array.path.unlink()
+    with pytest.raises(RuntimeError, match=r"0-x\.array could not be read .*No such file"):
+        array.check()
 
 
 JOB = """
@@ -728,11 +865,11 @@ def test_a_folder_taken_for_a_leftover_while_it_is_made_is_made_again(
     real_open, real_flock = os.open, fcntl.flock
     cleaned: list[str] = []
 
-    def opening(path: Any, flags: int, *rest: Any) -> int:
-        if str(path).endswith("/lock") and flags & os.O_CREAT and "mkdir" not in cleaned:
+    def opening(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if str(path) == "lock" and flags & os.O_CREAT and "mkdir" not in cleaned:
             cleaned.append("mkdir")
-            os.rmdir(os.path.dirname(path))
-        return real_open(path, flags, *rest)
+            os.rmdir(os.readlink(f"/proc/self/fd/{named['dir_fd']}"))
+        return real_open(path, flags, *rest, **named)
 
     def locking(descriptor: int, how: int) -> None:
         real_flock(descriptor, how)

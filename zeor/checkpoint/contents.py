@@ -24,6 +24,7 @@ from zeor.checkpoint.manifest import Stored
 from zeor.checkpoint.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
+from zeor.optim.pieces import Piece
 from zeor.runtime.discover import named_owners
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
@@ -32,6 +33,7 @@ from zeor.runtime.unit import Slot
 log = logging.getLogger("zeor")
 
 PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"
+COMPLETE = "complete"  # every parameter that trains has state or an entry without any: what is missing was lost
 
 
 @dataclass
@@ -124,7 +126,7 @@ def exact_part(lane: Lane, segment: Segment) -> Tensor:
         segment = Segment(segment.param, segment.start, segment.numel, offset)
     end = segment.offset + segment.numel
     if lane.master is None:
-        return (lane.full.flat if lane.updates_whole else lane.mine)[segment.offset : end]
+        return lane.full.flat[segment.offset : end] if lane.updates_whole else lane.read_mine(segment.offset, end)
     own = lane.master.own
     if own is not None and not own.away:
         return own.tensor[segment.offset : end]
@@ -169,21 +171,27 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
     slots = {slot.name: slot for slot in engine.slots}
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
+    told: set[str] = set()
     for piece in stepper.pieces():
         slot = slots[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
+        told.add(name)
         keys[role] = list(piece.key)
         if piece.begin is not None:
-            _add_elements(contents, (role, name), slot, piece.begin, piece.value)
+            _add_elements(contents, (role, name), slot, piece)
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
             if not slot.lane.updates_whole or engine.mesh.rank == 0:
                 contents.add_whole((role, name), piece.value)
         else:
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
             scalars.setdefault(name, []).append([list(piece.key), value])
+    for param in (param for group in stepper.optimizer.param_groups for param in group["params"]):
+        if stepper.segments.of(param) is not None and names[id(param)] not in told:
+            scalars[names[id(param)]] = []  # it has had no gradient yet: see COMPLETE
     contents.values.setdefault("optimizers", []).append(
         {
             "class": type(stepper.optimizer).__name__,
+            COMPLETE: True,
             "groups": [_group(group, names) for group in stepper.optimizer.param_groups],
             "keys": keys,
             "scalars": scalars,
@@ -191,16 +199,19 @@ def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[
     )
 
 
-def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, begin: int, value: Tensor) -> None:
-    """Where every rank has all of it, only this rank's slice is written."""
-    end = begin + value.numel()
+def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: Piece) -> None:
+    """Where every rank has all of it, only this rank's slice is written. What rests in a file is read past its map: a
+    file that something else shortens while a checkpoint is written makes that fail, and no more."""
+    assert piece.begin is not None
+    first, last = piece.begin, piece.begin + piece.value.numel()
     if slot.lane.updates_whole:
         mine = [s for s in slot.lane.layout.segments(slot.engine.mesh.rank) if s.param == slot.index]
         if not mine:
             return
-        first, end = mine[0].start, mine[0].start + mine[0].numel
-        value, begin = value[first - begin : end - begin], first
-    contents.add_range(what, slot.shape, value.dtype, begin, _Once(value.numel(), lambda: value))
+        first, last = mine[0].start, mine[0].start + mine[0].numel
+    begin, end, value, read = first - piece.begin, last - piece.begin, piece.value, piece.read
+    flat = _Once(end - begin, lambda: value[begin:end] if read is None else read(begin, end))
+    contents.add_range(what, slot.shape, value.dtype, first, flat)
 
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:

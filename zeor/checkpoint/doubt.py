@@ -8,7 +8,7 @@ does nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from zeor.checkpoint.errors import CheckpointError
 from zeor.optim.pieces import Key
 
 _MOST_INDEX = 1 << 16  # of an entry in a list: the list is made as long as it says
+_FLAGS = ("foreach", "fused")  # of torch's optimizers: yes, no, or as torch thinks best
 _NUMPY_WORDS = 624  # of its generator's state; numpy itself reads at whatever position it is told
 
 
@@ -58,20 +59,102 @@ def check_roles(where: str, number: int, roles: Iterable[str], known: Iterable[s
         raise CheckpointError(f"{where}: it does not say where {min(lost)!r} belongs.")
 
 
-def check_settings(where: str, group: Mapping[str, Any], saved: Any) -> None:
-    """That settings can replace those of a group: a number stays one."""
+def check_entry(where: str, number: int, entry: Any) -> None:
+    """That what is said of an optimizer is of the form that contents.py writes."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where}: optimizer {number} is a {type(entry).__name__}.")
+    kinds = {"class": str, "groups": list, "keys": dict, "scalars": dict}
+    for key, kind in kinds.items():
+        if not isinstance(entry.get(key), kind):
+            raise CheckpointError(f"{where}: {key!r} of optimizer {number} is malformed or missing.")
+    for group in entry["groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("settings"), dict):
+            raise CheckpointError(f"{where}: a group of optimizer {number} is malformed.")
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{where}: the parameters of a group of optimizer {number} are malformed.")
+    for name, values in entry["scalars"].items():
+        if not isinstance(values, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in values):
+            raise CheckpointError(f"{where}: what optimizer {number} keeps of {name[:80]!r} is malformed.")
+
+
+def check_members(where: str, number: int, stored: Iterable[tuple[str, str]], entry: Mapping[str, Any]) -> None:
+    """That state is of parameters which are in a group: else some parameter would go without its own."""
+    members = {name for group in entry["groups"] for name in group["params"]}
+    held = {name for role, name in stored if role.startswith(f"optimizer.{number}.")} | entry["scalars"].keys()
+    if held - members:
+        name = min(held - members)
+        raise CheckpointError(
+            f"{where} holds state of optimizer {number} for {name[:80]!r}, which is in no group of it."
+        )
+
+
+def no_stored(where: str) -> Callable[[Any], Any]:
+    """For values that never lie in files."""
+
+    def refuse(name: Any) -> Any:
+        raise CheckpointError(f"{where}: an optimizer's numbers are said to lie in a file, as {str(name)[:80]!r}.")
+
+    return refuse
+
+
+def checked_settings(
+    where: str, group: Mapping[str, Any], defaults: Mapping[str, Any], saved: Any, complete: bool
+) -> dict[str, Any]:
+    """The settings that replace those of a group, each of the kind that is there now, or that the optimizer began with.
+    `complete`: the same software wrote them, so that none may be missing."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{where}: the settings of a group are a {type(saved).__name__}.")
+    lacking = sorted(key for key in defaults if key in group and key not in saved and key != "params")
+    if complete and lacking:
+        raise CheckpointError(f"{where} lacks {', '.join(map(repr, lacking))} of a group's settings.")
+    found = {}
     for key, value in saved.items():
-        old = group.get(key)
-        unlike = _is_number(old) and value is not None and not _is_number(value)
-        unlike |= isinstance(old, Tensor) and isinstance(value, Tensor) and old.numel() != value.numel()
-        if not isinstance(key, str) or key in ("params", "param_names") or unlike:
-            raise CheckpointError(f"{where}: {key!r} of a group cannot be {str(value)[:40]!r}.")
+        fits = isinstance(key, str) and key not in ("params", "param_names")
+        known = [each[key] for each in (group, defaults) if fits and key in each]
+        if not fits or (known and not any(_fits(key, old, value) for old in known)):
+            raise CheckpointError(f"{where}: {str(key)[:40]!r} of a group cannot be {str(value)[:40]!r}.")
+        old = known[0] if known else None
+        if isinstance(value, (list, tuple)) and type(old) in (list, tuple):
+            value = tuple(value) if isinstance(old, tuple) else list(value)
+        if isinstance(value, Tensor) and known and not isinstance(old, Tensor) and value.numel() == 1:
+            value = value.item()  # a learning rate may be a tensor; whether it is one this run says
+        found[key] = value
+    return found
+
+
+def _fits(key: str, old: Any, value: Any) -> bool:
+    """Whether a setting may become this, by what it is."""
+    if old is None:
+        return value is None or isinstance(value, bool) or (key not in _FLAGS and not isinstance(value, dict))
+    if isinstance(old, bool):
+        return isinstance(value, bool) or (value is None and key in _FLAGS)
+    if isinstance(old, Tensor):
+        is_tensor = isinstance(value, Tensor) and value.shape == old.shape and _same_kind(value, old)
+        is_number = _is_number(value) and not isinstance(value, Tensor)
+        return is_tensor or (old.numel() == 1 and is_number and (old.is_floating_point() or value % 1 == 0))
+    if isinstance(old, (int, float)):
+        return _is_number(value) and (not _is_nan(value) or _is_nan(old))
+    if isinstance(old, (list, tuple)):
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(old)
+        return is_list and all(_fits(key, one, other) for one, other in zip(old, value))
+    if isinstance(old, str):
+        return value is None or isinstance(value, str)
+    return isinstance(value, dict) if isinstance(old, dict) else True
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_nan(value: Any) -> bool:
+    return bool(value != value)
+
+
+def _same_kind(one: Tensor, other: Tensor) -> bool:
+    return one.is_floating_point() == other.is_floating_point() and one.is_complex() == other.is_complex()
 
 
 def check_rng(where: str, state: Any, device: torch.device) -> None:

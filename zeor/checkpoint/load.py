@@ -21,23 +21,38 @@ from torch import Tensor
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import plain, staging
 from zeor.checkpoint.attached import Attached
-from zeor.checkpoint.doubt import Paths, check_rng, check_roles, check_scalar, check_settings
+from zeor.checkpoint.doubt import (
+    Paths,
+    check_entry,
+    check_members,
+    check_rng,
+    check_roles,
+    check_scalar,
+    checked_settings,
+    no_stored,
+)
 from zeor.checkpoint.errors import CheckpointError, lost_peers
 from zeor.checkpoint.fetching import Files
+from zeor.checkpoint.manifest import Stored
+from zeor.checkpoint.matching import kind_of
 from zeor.checkpoint.opening import Opened, open_checkpoint, together, with_newest
 from zeor.checkpoint.reading import Need, need
 from zeor.checkpoint.resuming import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.staging import Staging
+from zeor.checkpoint.states import States, Told, check_count, is_counter
 from zeor.checkpoint.urls import Place
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
-from zeor.optim.pieces import Piece
+from zeor.optim.pieces import Key, Piece
 from zeor.runtime.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/foreign.py
 ALIKE = {"Adam", "AdamW"}  # the same state
+_MALFORMED = (
+    LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError, AssertionError,
+)  # fmt: skip
 
 
 class Loaded(NamedTuple):
@@ -66,6 +81,7 @@ class Load:
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
+        self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -80,13 +96,14 @@ class Load:
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
-        saved = self.value("extra") or {}
+        saved = self.extra()
         lacking = [key for key in extra if key not in saved]
         if self.strict and lacking:
             listed = _listed("extra", lacking)
             raise CheckpointError(f"{self.path} lacks {listed}; leave it out, or pass strict=False.")
         if data:
             self.position()
+        self._check_rng()
         if self._same_world:
             self._rng()
 
@@ -94,6 +111,20 @@ class Load:
     def _same_world(self) -> bool:
         rng = self.manifest.state.get("rng")
         return self.manifest.world == self.run.mesh.world and isinstance(rng, list) and len(rng) == self.manifest.world
+
+    def _check_rng(self) -> None:
+        rng, world = self.manifest.state.get("rng"), self.manifest.world
+        if not self._is_imported and not (isinstance(rng, list) and len(rng) == world):
+            raise CheckpointError(f"{self.path}: it does not hold the random generators of its {world} rank(s).")
+
+    @property
+    def _is_imported(self) -> bool:
+        return IMPORTED in self._software
+
+    @property
+    def _software(self) -> dict[str, Any]:
+        found = self.manifest.state.get("software")
+        return found if isinstance(found, dict) else {}
 
     def _want_whole(self, name: str) -> Tensor:
         """A stored tensor of a plain value; read with everything else, so that what stands here now is empty."""
@@ -107,6 +138,8 @@ class Load:
 
     def _plan_parameters(self) -> None:
         aliases, known = self.manifest.state.get("aliases", {}), set()
+        if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+            raise CheckpointError(f"{self.path}: its names of tied parameters are malformed.")
         others: dict[str, list[str]] = {}
         for other, name in self.run.aliases.items():
             others.setdefault(name, []).append(other)
@@ -119,10 +152,7 @@ class Load:
                 continue
             known.update(names)
             stored = self._stored[parts.PARAM, found]
-            if stored.shape != slot.shape:
-                raise CheckpointError(
-                    f"{self.path} holds {found!r} in shape {stored.shape}; the model has {slot.shape}."
-                )
+            self._check_fit(found, stored, slot.shape, slot.dtype)
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     take = functools.partial(self._put_parameter, slot, segment)
@@ -144,13 +174,16 @@ class Load:
         stored = self._stored.get((role, name))
         if stored is None:
             self.missing.append(name)
-        elif stored.shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{self.path} holds {name!r} in shape {stored.shape}; the model has {tuple(tensor.shape)}."
-            )
         else:
+            self._check_fit(name, stored, tuple(tensor.shape), tensor.dtype)
             take = functools.partial(_copy, tensor)
             self.staging.add(need(stored, 0, tensor.numel(), tensor.device), take)
+
+    def _check_fit(self, name: str, stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if stored.shape != shape:
+            raise CheckpointError(f"{self.path} holds {name!r} in shape {stored.shape}; the model has {shape}.")
+        if kind_of(plain.DTYPES[stored.dtype]) != kind_of(dtype):
+            raise CheckpointError(f"{self.path} holds {name!r} as {stored.dtype}; the model has {dtype}.")
 
     def _check_names(self) -> None:
         if self.strict and (self.missing or self.unexpected):
@@ -162,6 +195,8 @@ class Load:
 
     def _plan_optimizers(self) -> None:
         saved = self.manifest.state.get("optimizers", [])
+        if not isinstance(saved, list):
+            raise CheckpointError(f"{self.path}: its optimizers are a {type(saved).__name__}.")
         given = len(self.run.steppers)
         if len(saved) < given or (self.strict and len(saved) != given):
             raise CheckpointError(
@@ -171,14 +206,27 @@ class Load:
         for number, stepper in enumerate(self.run.steppers):
             self._pieces[number] = []
             self._settings.append([])
-            if not self._is_alike(number, stepper, saved[number]):
+            check_entry(str(self.path), number, saved[number])
+            if self._is_alike(number, stepper, saved[number]):
+                matched = self._matched_groups(number, stepper, saved[number])
+                self._settings[number] = self._new_settings(stepper.optimizer, saved[number], matched)
+                self._plan_optimizer(number, stepper, saved[number])
+
+    def _new_settings(
+        self, optimizer: Any, saved: dict[str, Any], matched: list[dict[str, Any] | None]
+    ) -> list[dict[str, Any]]:
+        """Of each group; nothing of one that none was saved for."""
+        where, defaults = str(self.path), getattr(optimizer, "defaults", {})
+        same_software = self._software.get("torch") == torch.__version__ and saved["class"] == type(optimizer).__name__
+        complete = self.strict and same_software and not self._is_imported
+        found: list[dict[str, Any]] = []
+        for group, old in zip(optimizer.param_groups, matched):
+            if old is None:
+                found.append({})
                 continue
-            matched = self._matched_groups(number, stepper, saved[number])
-            self._plan_optimizer(number, stepper, saved[number])
-            for group, old in zip(stepper.optimizer.param_groups, matched):
-                settings = {} if old is None else plain.decode(old["settings"], self._want_whole)
-                check_settings(str(self.path), group, settings)
-                self._settings[number].append(settings)
+            settings = plain.decode(old["settings"], no_stored(where))
+            found.append(checked_settings(where, group, defaults, settings, complete))
+        return found
 
     def _is_alike(self, number: int, stepper: Any, saved: dict[str, Any]) -> bool:
         """Whether the state is of such an optimizer; with strict=False another's is left, and that is reported."""
@@ -214,31 +262,58 @@ class Load:
 
     def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""
-        pieces = self._pieces[number]
         check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
-        for group in stepper.optimizer.param_groups:
-            for param in group["params"]:
-                slot = stepper.segments.slots[id(param)]
-                name = self.run.names[id(slot.param)]
-                mine = stepper.segments.of(param)
-                if mine is None:
-                    continue
-                where, paths = stepper.segments.at(param), Paths(str(self.path))
-                for role, key in saved["keys"].items():
-                    stored = self._stored.get((role, name))
-                    if stored is None:
-                        continue
-                    path = paths.take(key)
-                    if role != parts.role_of(number, path):
-                        raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
-                    if stored.shape == slot.shape:
-                        each, begin = need(stored, where.start, where.numel, mine.device), where.start
-                    else:
-                        each, begin = need(stored, 0, torch.Size(stored.shape).numel()), None
-                    self.staging.add_piece(each, pieces, slot.name, path, begin)
-                for key, value in saved["scalars"].get(name, ()):
-                    value = check_scalar(str(self.path), plain.decode(value, self._want_whole))
-                    pieces.append(Piece(slot.name, paths.take(key), None, value))
+        check_members(str(self.path), number, self._stored, saved)
+        states = States(str(self.path), stepper.optimizer, self._settings[number], self.run.mesh.device)
+        for group, members in enumerate(stepper.optimizer.param_groups):
+            for param in members["params"]:
+                if stepper.segments.of(param) is not None:
+                    self._plan_state(number, stepper, saved, param, functools.partial(states.check, group))
+
+    def _plan_state(self, number: int, stepper: Any, saved: dict[str, Any], param: Tensor, check: Any) -> None:
+        """This rank's state of one parameter."""
+        pieces, slot = self._pieces[number], stepper.segments.slots[id(param)]
+        name, mine, where = self.run.names[id(slot.param)], stepper.segments.of(param), stepper.segments.at(param)
+        stored = self._state_tensors(number, saved["keys"], name)
+        told: dict[Key, Any] = {key: Told(each.shape, plain.DTYPES[each.dtype]) for key, each in stored.items()}
+        paths = Paths(str(self.path))
+        for key in stored:
+            paths.take(list(key))
+        for key, value in saved["scalars"].get(name, ()):
+            told[paths.take(key)] = check_scalar(str(self.path), plain.decode(value, no_stored(str(self.path))))
+        if not told:
+            self._check_begins_anew(name, saved)
+        for path, value in check(name, slot.shape, mine, told).items():
+            if not isinstance(value, Told):
+                pieces.append(Piece(slot.name, path, None, value))
+                continue
+            each, begin = need(stored[path], 0, torch.Size(value.shape).numel()), None
+            if is_counter(path, value):
+                self._counters.append((name, path, each))
+            elif value.shape == slot.shape:
+                each, begin = need(stored[path], where.start, where.numel, mine.device), where.start
+            self.staging.add_piece(each, pieces, slot.name, path, begin, value.dtype)
+
+    def _state_tensors(self, number: int, keys: dict[str, Any], name: str) -> dict[Key, Stored]:
+        """The tensors of an optimizer's state of one parameter, by their place in it."""
+        found: dict[Key, Stored] = {}
+        for role, key in keys.items():
+            stored = self._stored.get((role, name))
+            if stored is not None:
+                path = Paths(str(self.path)).take(key)
+                if role != parts.role_of(number, path):
+                    raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
+                found[path] = stored
+        return found
+
+    def _check_begins_anew(self, name: str, saved: dict[str, Any]) -> None:
+        """There is no state of a parameter: then it had none when it was saved, or was not trained."""
+        params = self.manifest.state.get("params")
+        about = params.get(name) if isinstance(params, dict) else None
+        trained = isinstance(about, dict) and about.get("trains") is True
+        was_there = any(name in group["params"] for group in saved["groups"])
+        if saved.get(parts.COMPLETE) is True and trained and was_there and name not in saved["scalars"]:
+            raise CheckpointError(f"{self.path} lacks the optimizer's state of {name!r}.")
 
     def _plan_average(self, key: str, average: EMA) -> None:
         slots = {slot.name: slot for slot in self.run.engine.slots}
@@ -254,9 +329,15 @@ class Load:
         pieces: list[Piece] = []
         for mine in average.pieces():
             assert mine.begin is not None  # averages are made of parameters' elements
+            slot = slots[mine.name]
+            self._check_fit(names[mine.name], self._stored[f"ema.{key}", names[mine.name]], slot.shape, slot.dtype)
             each = need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
-        self._averages.append((int(self.value("extra")[key]["updates"]), average, pieces))
+        about = self.extra().get(key)
+        updates = about.get("updates") if isinstance(about, dict) else None
+        if type(updates) is not int or updates < 0:
+            raise CheckpointError(f"{self.path} does not say how often the average {key!r} was updated.")
+        self._averages.append((updates, average, pieces))
 
     @property
     def needs(self) -> list[Need]:
@@ -266,7 +347,11 @@ class Load:
     # ---- step 2
 
     def read(self, host_is_short: bool) -> None:
-        self.staging.read(host_is_short, list(self._needs.values()))
+        counters = [each for *_, each in self._counters]
+        self.staging.read(host_is_short, [*self._needs.values(), *counters])
+        for name, key, each in self._counters:
+            if key[-1] == "step":
+                check_count(str(self.path), name, float(each.into))
         if self._same_world:
             check_rng(str(self.path), self._rng(), self.run.mesh.device)
 
@@ -315,8 +400,12 @@ class Load:
                 else:
                     group[key] = value
 
-    def value(self, name: str) -> Any:
-        return plain.decode(self.manifest.state.get(name), self._want_whole)
+    def extra(self) -> dict[str, Any]:
+        """What was saved beside model and optimizers, by name."""
+        found = plain.decode(self.manifest.state.get("extra"), self._want_whole)
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(f"{self.path}: its extra values are a {type(found).__name__}.")
+        return {} if found is None else found
 
     def position(self) -> Any:
         """Of this rank's loader."""
@@ -359,7 +448,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
     read = functools.partial(this.read, short)
     together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
-    found = _guarded(lambda: this.value("extra"), path) or {}
+    found = _guarded(this.extra, path)
     position = this.position() if data is not None else None
     try:
         take = functools.partial(attached.take, found, position)
@@ -382,9 +471,11 @@ def _guarded(do: Callable[[], Any], path: Place) -> Any:
     """A manifest that is consistent in itself may still say nonsense of optimizers: that is its fault, not ours."""
     try:
         return do()
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
-        if isinstance(error, CheckpointError):
+    except _MALFORMED as error:
+        if isinstance(error, CheckpointError) and str(path) in str(error):
             raise
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(f"{path}: {error}") from error
         raise CheckpointError(f"{path} holds malformed values ({type(error).__name__}: {error}).") from error
 
 

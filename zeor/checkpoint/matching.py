@@ -99,12 +99,13 @@ def _renamed(entries: dict[str, Source], rename: Callable | None, path: str) -> 
 def _misfit(name: str, tensor: Tensor, entry: Source) -> str:
     if tuple(tensor.shape) != entry.shape:
         return f"{name!r} has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
-    if _kind(tensor.dtype) != _kind(entry.dtype):
+    if kind_of(tensor.dtype) != kind_of(entry.dtype):
         return f"{name!r} is {entry.dtype} in the file and {tensor.dtype} in the model"
     return ""
 
 
-def _kind(dtype: torch.dtype) -> str:
+def kind_of(dtype: torch.dtype) -> str:
+    """Numbers of one kind may be converted into each other."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 

@@ -44,10 +44,13 @@ class Staging:
     def add(self, need: Need, take: Callable[[Tensor], None]) -> None:
         self._puts.append(Put(need, take))
 
-    def add_piece(self, need: Need, to: list[Piece], name: str, key: Key, begin: int | None) -> None:
-        """What is read becomes a piece of an optimizer's state or of an average; without `begin` it is a whole."""
+    def add_piece(
+        self, need: Need, to: list[Piece], name: str, key: Key, begin: int | None, dtype: torch.dtype | None = None
+    ) -> None:
+        """What is read becomes a piece of an optimizer's state or of an average; without `begin` it is a whole. It is
+        converted to `dtype`, if one is given."""
         shape = (need.numel,) if begin is not None else need.stored.shape
-        self.add(need, lambda values: to.append(Piece(name, key, begin, values.view(shape))))
+        self.add(need, lambda values: to.append(Piece(name, key, begin, values.view(shape).to(dtype or values.dtype))))
 
     def place(self, free: Callable[[torch.device], int]) -> int:
         """Share out what devices have free; the bytes that are left to the host."""

@@ -45,7 +45,7 @@ class DiskFolder(OwnFolder):
         self._direct = _Direct(self.folder)
         self.workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="zeor-disk")
         try:
-            self._direct.try_out(self.path / array_name("try"))
+            self._direct.try_out(_File(self, array_name("try"), self._direct))
         except BaseException:
             self.close()
             raise
@@ -61,8 +61,8 @@ class DiskFolder(OwnFolder):
             raise RuntimeError(f"The offload folder {self.path} is closed and makes no more arrays; open a new one.")
         with self._lock:
             number, self._count = self._count, self._count + 1
-        file = _File(self.path / array_name(f"{number}-{name}"), self._direct)
-        _take_space(file.path, numel * dtype.itemsize, self.folder)
+        file = _File(self, array_name(f"{number}-{name}"), self._direct)
+        _take_space(file, numel * dtype.itemsize, self.folder)
         return DiskArray(self, file, numel, dtype)
 
 
@@ -81,12 +81,28 @@ class DiskArray:
 
     @property
     def tensor(self) -> Tensor:
-        """All of it, as a map of the file, for whoever is not in a hurry: see Note [Coherence]."""
+        """All of it, as a map of the file, for whoever is not in a hurry: see Note [Coherence] and `check`."""
         self._check_open()
         with torch.inference_mode(False):
             if not self.numel:
                 return torch.empty(0, dtype=self.dtype)
-            return torch.from_file(str(self.path), shared=True, size=self.numel, dtype=self.dtype)
+            descriptor = self._file.open()
+            try:
+                self._check_nbytes(os.fstat(descriptor).st_size)  # torch would make it longer
+                # By the descriptor, not by the path, which others may lead elsewhere.
+                return torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=self.numel, dtype=self.dtype)
+            finally:
+                os.close(descriptor)
+
+    def check(self) -> None:
+        """That the file is as long as the array: the kernel ends a process (SIGBUS) that touches a map beyond its end.
+        Nothing where the folder is closed: a map that is left then holds a file that has no name any more."""
+        if self.numel and self._folder.is_open:
+            self._check_nbytes(self._file.nbytes())
+
+    def _check_nbytes(self, nbytes: int) -> None:
+        if nbytes < self.nbytes:
+            raise _shortened(self.path, nbytes)
 
     def read(self, begin: int, end: int, into: Tensor) -> None:
         self._request(begin, end, into, is_read=True).finish()
@@ -208,20 +224,20 @@ class _Direct:
             self.works = False
             log.info("zeor: no direct reads and writes in %s (%s); the page cache serves.", self._folder, why)
 
-    def try_out(self, path: Path) -> None:
+    def try_out(self, file: _File) -> None:
         """See that Note [Coherence] holds, on a file of two pages."""
         nbytes = 2 * PAGE_NBYTES
-        _take_space(path, nbytes, self._folder)
+        _take_space(file, nbytes, self._folder)
         try:
             if self.works:
-                with open(path, "r+b", buffering=0) as file:
-                    file.write(bytes(nbytes))  # a map of what has no space yet would end the process on a full disk
-                    with mmap.mmap(file.fileno(), nbytes) as shared, mmap.mmap(-1, nbytes) as memory:
-                        self._compare(_File(path, self), shared, memory)
+                with open(file.open(), "r+b", buffering=0) as opened:
+                    opened.write(bytes(nbytes))  # a map of what has no space yet would end the process on a full disk
+                    with mmap.mmap(opened.fileno(), nbytes) as shared, mmap.mmap(-1, nbytes) as memory:
+                        self._compare(file, shared, memory)
         except (OSError, ValueError, RuntimeError) as error:
             self.refused(error)
         finally:
-            path.unlink()
+            file.unlink()
 
     def _compare(self, file: _File, shared: mmap.mmap, memory: mmap.mmap) -> None:
         for value in (1, 2):
@@ -236,15 +252,30 @@ class _Direct:
 
 
 class _File:
-    """Reads and writes parts of a file. `direct` is shared by the files of a folder."""
+    """Reads and writes parts of a file in a folder of one's own, which it reaches by the folder's handle and its name,
+    never through a link. `direct` is shared by the files of a folder."""
 
-    def __init__(self, path: Path, direct: _Direct) -> None:
-        self.path, self.direct = path, direct
+    def __init__(self, folder: OwnFolder, name: str, direct: _Direct) -> None:
+        self.path, self.direct = folder.path / name, direct
+        self._handle, self._name = folder.handle, name
+
+    def open(self, flags: int = 0) -> int:
+        return os.open(self._name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=self._handle)
+
+    def unlink(self) -> None:
+        os.unlink(self._name, dir_fd=self._handle)
+
+    def nbytes(self) -> int:
+        """As it is now."""
+        try:
+            return os.stat(self._name, dir_fd=self._handle, follow_symlinks=False).st_size
+        except OSError as error:
+            raise self._sentence(error, True, 0) from error
 
     def move(self, part: memoryview, position: int, is_read: bool, direct: bool) -> int:
         """Read or write some of these bytes, at least one; how many."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | (os.O_DIRECT if direct else 0))
+            descriptor = self.open(os.O_DIRECT if direct else 0)
             try:  # both let other threads run, and go on by themselves after a signal
                 moved = (os.preadv if is_read else os.pwritev)(descriptor, [part], position)
             finally:
@@ -255,10 +286,7 @@ class _File:
                 return self.move(part, position, is_read, False)
             raise self._sentence(error, is_read, position) from error
         if not moved:
-            raise RuntimeError(
-                f"{self.path} ends before byte {position + 1}: something else has shortened it. Let nothing else write "
-                "in the offload folder, and restart from the last checkpoint."
-            )
+            raise _shortened(self.path, position)
         return moved
 
     def _sentence(self, error: OSError, is_read: bool, position: int) -> RuntimeError:
@@ -274,23 +302,30 @@ class _File:
         return RuntimeError(f"{self.path} {what}: {todo}, and restart from the last checkpoint.")
 
 
-def _take_space(path: Path, nbytes: int, folder: Path) -> None:
+def _shortened(path: Path, nbytes: int) -> RuntimeError:
+    return RuntimeError(
+        f"{path} ends before byte {nbytes + 1}: something else has shortened it. Let nothing else write in the offload "
+        "folder, and restart from the last checkpoint."
+    )
+
+
+def _take_space(file: _File, nbytes: int, folder: Path) -> None:
     """Make a file of zeros, with its space on the disk; or nothing, and say why."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = file.open(os.O_CREAT | os.O_EXCL)
     except OSError as error:
         raise unusable(folder, error) from error
     try:
         if nbytes:
             _allocate(descriptor, nbytes, folder)
     except BaseException as error:
-        path.unlink()
+        file.unlink()
         os.close(descriptor)  # and with it what was taken, before the free bytes are counted
         if not isinstance(error, OSError):
             raise
         raise RuntimeError(
-            f"No space for {path.name} in the offload folder {folder} ({error.strerror}): {nbytes:,} bytes are needed, "
-            f"{_free(folder)}; free some space, choose another folder=, or keep more on the host."
+            f"No space for {file.path.name} in the offload folder {folder} ({error.strerror}): {nbytes:,} bytes are "
+            f"needed, {_free(folder)}; free some space, choose another folder=, or keep more on the host."
         ) from error
     os.close(descriptor)
 

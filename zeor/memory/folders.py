@@ -6,20 +6,30 @@
 A job deletes its own at the end; those of jobs that were killed are deleted by the next that opens the folder: named
 like ours, a lock that can be taken. Of the folder itself only the default one is deleted, by the last that leaves it
 empty. Nothing else is touched. Knows nothing of what the arrays hold.
+
+Note [Whose folder]
+~~~~~~~~~~~~~~~~~~~
+The current directory may be open to others, who can put a folder or a link of their own where the default one is going
+to be. So the default folder must be this user's own and no link. A folder that somebody named may be shared (a scratch
+disk of all users) and may be reached through a link, but not one that another user made (root may). What is made in it
+is for this user alone (mode 0700), and is reached through its handle only: links are never followed there, and what
+others rename or replace on the way to it does not matter. Of leftovers only this user's own are deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
+import stat
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeor.plan import DEFAULT_FOLDER, default_folder
 
@@ -27,6 +37,8 @@ _OURS = re.compile(r"zeor-offload-[A-Za-z0-9_.]*-[0-9a-f]{16}")
 _ARRAY = re.compile(r"[A-Za-z0-9_.-]+\.array")
 _LOCK = "lock"
 _TRIES = 100
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger("zeor")
 
@@ -52,19 +64,19 @@ def unusable(folder: Path, error: OSError) -> RuntimeError:
 
 
 class OwnFolder:
-    """`path`, made and held; `close()`, or the end of this object or of the process, deletes it."""
+    """`path`, made and held; `close()`, or the end of this object or of the process, deletes it. `handle` is the open
+    sub-folder: whoever renames things around it changes nothing of what is reached through it."""
 
     def __init__(self, folder: str | os.PathLike[str], job: str | None) -> None:
         self.folder = Path(folder).expanduser().absolute()
-        _make(self.folder)
-        _clean(self.folder)
-        self.path, lock = _own(self.folder, re.sub(r"[^A-Za-z0-9_.]", "_", job or "")[:64])
-        also = None
+        own = _own(self.folder, re.sub(r"[^A-Za-z0-9_.]", "_", job or "")[:64])
+        _clean(own.parent, os.fstat(own.handle).st_uid)
+        self.path, self.handle = self.folder / own.name, own.handle
         with contextlib.suppress(OSError, RuntimeError):  # no current directory, no such home: then it is neither
             if str(self.folder) == default_folder():  # which nobody has named in this program
                 log.info("offload=disk: state rests in %s until the run ends.", self.path)
-            also = self.folder if self.folder == Path(DEFAULT_FOLDER).absolute() else None
-        self._delete = weakref.finalize(self, _delete, self.path, lock, os.getpid(), also)
+        also = self.folder if _is_default(self.folder) else None
+        self._delete = weakref.finalize(self, _delete, own, os.getpid(), also)
 
     @property
     def is_open(self) -> bool:
@@ -81,41 +93,95 @@ class OwnFolder:
         self.close()
 
 
-def _make(folder: Path) -> None:
-    """The folder itself is made; a missing parent is more likely a wrong name, or a disk that is not mounted."""
-    try:
-        folder.mkdir(exist_ok=True)
-    except FileNotFoundError:
+class _Own(NamedTuple):
+    """A sub-folder: open, as is the folder it is in, with the lock that is held."""
+
+    parent: int
+    name: str
+    handle: int
+    lock: int
+
+
+def _is_default(folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # no current directory
+        return folder == Path(DEFAULT_FOLDER).absolute()
+    return False
+
+
+def _open(folder: Path) -> int:
+    """The folder, made where it is not there yet, as a handle; see Note [Whose folder]. Between two of these steps
+    another job may leave it as the last, and delete it: then again."""
+    is_default = _is_default(folder)
+    for tries_left in reversed(range(_TRIES)):
+        is_new = False
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700 if is_default else 0o777)
+                is_new = True
+            _refuse_link(folder, is_default)
+            handle = os.open(folder, _FOLDER | (os.O_NOFOLLOW if is_default else 0))
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not folder.parent.exists():
+                # More likely a wrong name, or a disk that is not mounted.
+                raise RuntimeError(
+                    f"The offload folder {folder} cannot be made because {folder.parent} does not exist; make that, "
+                    "mount its disk, or choose another folder=."
+                ) from None
+            if not tries_left or not isinstance(error, FileNotFoundError):
+                raise unusable(folder, error) from error
+            continue
+        owner = os.fstat(handle).st_uid
+        if is_default and not is_new and owner != os.geteuid():
+            os.close(handle)
+            raise RuntimeError(
+                f"The default offload folder {folder} belongs to user {owner}, not to this one ({os.geteuid()}), who "
+                "could change what lies in it; delete it, or choose folder= (or ZEOR_OFFLOAD_FOLDER)."
+            )
+        return handle
+    raise AssertionError("the last try returns or raises")
+
+
+def _refuse_link(folder: Path, is_default: bool) -> None:
+    found = os.lstat(folder)
+    if not stat.S_ISLNK(found.st_mode):
+        return
+    if is_default:
         raise RuntimeError(
-            f"The offload folder {folder} cannot be made because {folder.parent} does not exist; make that, mount its "
-            "disk, or choose another folder=."
-        ) from None
-    except OSError as error:
-        raise unusable(folder, error) from error
+            f"The default offload folder {folder} is a link to {os.readlink(folder)}, which zeor does not follow; "
+            "delete the link, or name the place it leads to: folder= (or ZEOR_OFFLOAD_FOLDER)."
+        )
+    if found.st_uid not in (0, os.geteuid()):
+        raise RuntimeError(
+            f"The offload folder {folder} is a link that user {found.st_uid} has made, not this one ({os.geteuid()}); "
+            "choose a folder= that nobody else can lead elsewhere."
+        )
 
 
-def _own(folder: Path, job: str) -> tuple[Path, int]:
+def _own(folder: Path, job: str) -> _Own:
     """A new sub-folder and its lock. Another job may take it for a leftover between two of these steps, or leave the
     folder as the last: then again. Not for ever: there are filesystems, such as /proc, on which none can be made.
 
-    1. make the sub-folder; 2. make the lock file; 3. lock it; 4. see that it is still there.
+    1. make the sub-folder; 2. open it; 3. make the lock file; 4. lock it; 5. see that it is still there.
     """
     for tries_left in reversed(range(_TRIES)):
-        path, lock = folder / f"zeor-offload-{job}-{secrets.token_hex(8)}", None
+        name, opened = f"zeor-offload-{job}-{secrets.token_hex(8)}", [_open(folder)]
         try:
-            path.mkdir(0o700)
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            _hold(lock)
-            os.stat(path / _LOCK)
-            return path, lock
+            os.mkdir(name, 0o700, dir_fd=opened[0])
+            opened.append(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=opened[0]))
+            opened.append(os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=opened[1]))
+            _hold(opened[2])
+            os.stat(_LOCK, dir_fd=opened[1], follow_symlinks=False)
+            if os.fstat(opened[1]).st_uid != os.fstat(opened[2]).st_uid:  # another has put his in its place
+                raise PermissionError(errno.EPERM, "another user has replaced what was made in it")
+            return _Own(opened[0], name, opened[1], opened[2])
         except OSError as error:
-            if lock is not None:
-                os.close(lock)
-            if tries_left and isinstance(error, (FileNotFoundError, BlockingIOError)):
-                _make(folder)
-                continue
-            _empty(path)
-            raise unusable(folder, error) from error
+            again = tries_left and isinstance(error, (FileNotFoundError, BlockingIOError))
+            if not again and len(opened) > 1:
+                _empty(opened[0], name, opened[1])
+            for descriptor in opened:
+                os.close(descriptor)
+            if not again:
+                raise unusable(folder, error) from error
     raise AssertionError("the last try returns or raises")
 
 
@@ -128,45 +194,52 @@ def _hold(lock: int) -> None:
         log.info("zeor: no file locks here (%s); what a killed job leaves is to be deleted by hand.", error.strerror)
 
 
-def _clean(folder: Path) -> None:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if _OURS.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # alive, another user's, or being deleted by another job
-                    _clean_one(Path(entry.path))
+def _clean(parent: int, user: int) -> None:
+    """What jobs of this user have left in a folder."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            if _OURS.fullmatch(name):
+                with contextlib.suppress(OSError):  # alive, a link, or being deleted by another job
+                    _clean_one(parent, name, user)
 
 
-def _clean_one(path: Path) -> None:
+def _clean_one(parent: int, name: str, user: int) -> None:
+    handle, lock = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent), -1
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        path.rmdir()  # killed between two steps; one that is just being made is made again
-        return
-    try:
+        if os.fstat(handle).st_uid != user:
+            return
+        lock = os.open(_LOCK, os.O_RDWR | _PLAIN, dir_fd=handle)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _empty(path)
-        log.info("zeor: deleted %s, left by a job that has ended.", path)
+        _empty(parent, name, handle)
+        log.info("zeor: deleted %s, left by a job that has ended.", name)
+    except FileNotFoundError:
+        os.rmdir(name, dir_fd=parent)  # killed between two steps; one that is just being made is made again
     finally:
-        os.close(lock)
+        os.close(handle)
+        if lock >= 0:
+            os.close(lock)
 
 
-def _empty(path: Path) -> None:
+def _empty(parent: int, name: str, handle: int) -> None:
     """Delete a sub-folder, the lock last; a file that is not ours stays, and so does the folder then."""
     with contextlib.suppress(OSError):
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if _ARRAY.fullmatch(entry.name):
-                    os.unlink(entry.path)
+        for file in os.listdir(handle):
+            if _ARRAY.fullmatch(file):
+                os.unlink(file, dir_fd=handle)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path / _LOCK)
-        path.rmdir()
+            os.unlink(_LOCK, dir_fd=handle)
+        os.rmdir(name, dir_fd=parent)
 
 
-def _delete(path: Path, lock: int, owner: int, also: Path | None) -> None:
-    """The sub-folder and, once it is empty, `also`. A forked child that ends leaves its parent's folder alone."""
-    if os.getpid() == owner:
-        _empty(path)
-        os.close(lock)
-        if also is not None:
-            with contextlib.suppress(OSError):
-                also.rmdir()
+def _delete(own: _Own, owner: int, also: Path | None) -> None:
+    """The sub-folder and, once it is empty, `also`, if that is still the folder it is in. A forked child that ends
+    leaves its parent's folder alone."""
+    if os.getpid() != owner:
+        return
+    _empty(own.parent, own.name, own.handle)
+    if also is not None:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.lstat(also), os.fstat(own.parent)):
+                os.rmdir(also)
+    for descriptor in (own.lock, own.handle, own.parent):
+        os.close(descriptor)

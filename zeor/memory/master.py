@@ -129,11 +129,12 @@ class Master:
         self.settle()
         part = slice(begin, begin + into.numel())
         if self.remainder is not None:
-            compute, remainder = (rest.tensor[part].to(into.device) for rest in (self.compute, self.remainder))
+            arrays = (self.compute, self.remainder)
+            compute, remainder = (rest.read(part.start, part.stop).to(into.device) for rest in arrays)
             join_into(into, compute, remainder)
         else:
             assert self._own is not None
-            into.copy_(self._own.tensor[part])
+            into.copy_(self._own.read(part.start, part.stop))
 
     @torch.no_grad()
     def spill(self) -> None:

@@ -26,7 +26,23 @@ class Rest:
     """`tensor` holds all values, on the device or the host; on disk it is a map of the file."""
 
     def __init__(self, tensor: Tensor, tier: str = "device", file: DiskArray | None = None):
-        self.tensor, self.tier, self.file = tensor, tier, file
+        self._tensor, self.tier, self.file = tensor, tier, file
+
+    @property
+    def tensor(self) -> Tensor:
+        """To be used at once: of a file it is known only now that it is as long as the map."""
+        if self.file is not None:
+            self.file.check()
+        return self._tensor
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Values to look at: on disk a copy, read past the map, which a file that something shortens meanwhile only
+        fails; else the memory itself."""
+        if self.file is None:
+            return self._tensor[begin:end]
+        into = torch.empty(end - begin, dtype=self.dtype)
+        self.file.read(begin, end, into)
+        return into
 
     @property
     def away(self) -> bool:
@@ -34,11 +50,11 @@ class Rest:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+        return self._tensor.dtype
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes
+        return self._tensor.nbytes
 
 
 class Tiers(NamedTuple):

@@ -138,7 +138,9 @@ def pieces(stepper: Stepper) -> Iterator[Piece]:
         if mine is not None:
             slot = stepper.segments.slots[id(param)]
             state = {**stepper.optimizer.state.get(mine, {}), **resting(stepper, param)}
-            yield from pieces_of(slot, mine, stepper.segments.at(param), state)
+            found = _streamed(stepper, param)
+            reads = {} if found is None or stepper.streaming is None else stepper.streaming.moments.reads(*found)
+            yield from pieces_of(slot, mine, stepper.segments.at(param), state, reads)
 
 
 def put(stepper: Stepper, pieces: Iterable[Piece], adopt: bool) -> None:

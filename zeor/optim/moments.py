@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zeor.layout import Segment
 from zeor.memory import small
 from zeor.memory.rest import Rest
+from zeor.optim.pieces import Read
 from zeor.runtime.lane import Lane
 
 # State that is never negative, in torch.optim and in what follows its names.
@@ -164,16 +165,27 @@ class Moments:
         for name in self.names(segment):
             moment = self.of(lane)[name]
             end = where.offset + where.numel
-            part = moment.codes.tensor[where.offset : end]
-            if self.format != "exact":
-                values = torch.empty(part.shape, device=part.device)
-                scales = None
+            if self.format == "exact":
+                part = moment.codes.tensor[where.offset : end]
+            else:
+                codes, scales = moment.codes.read(where.offset, end), None
                 if moment.scales is not None:
-                    scales = moment.scales.tensor[self.scale_range(lane, where, where.offset, end)]
-                small.decode_into(values, part, scales)
-                part = values
+                    blocks = self.scale_range(lane, where, where.offset, end)
+                    scales = moment.scales.read(blocks.start, blocks.stop)
+                part = torch.empty(codes.shape, device=codes.device)
+                small.decode_into(part, codes, scales)
             shown[name] = part.view(segment.shape)
         return shown
+
+    def reads(self, lane: Lane, where: Segment, segment: nn.Parameter) -> dict[str, Read]:
+        """How to look at the values of a segment's state that `show` gives as maps of files, later and by range."""
+        held = {name: self.of(lane)[name].codes for name in self.names(segment) if self.format == "exact"}
+        begin = where.offset
+        return {
+            name: lambda first, last, rest=rest: rest.read(begin + first, begin + last)  # type: ignore[misc]
+            for name, rest in held.items()
+            if rest.file is not None
+        }
 
     def move(self, lane: Lane) -> None:
         """To the tier the lane's moments rest on now."""

@@ -12,7 +12,7 @@ counter, or a matrix of another shape that an owner keeps; ranks that hold parts
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from zeor.layout import Segment
 from zeor.runtime.unit import Slot
 
 Key = tuple[str | int, ...]  # ("exp_avg",), or ("factors", 0) where state is nested
+Read = Callable[[int, int], Tensor]  # elements [begin, end) of a piece
 
 
 class Piece(NamedTuple):
@@ -29,11 +30,14 @@ class Piece(NamedTuple):
     key: Key
     begin: int | None
     value: Any  # a plain tensor, or a number, a string, None, or a list or dict with nothing in it
+    read: Read | None = None  # where the tensor is a map of a file: how to look at it without the map
 
 
-def pieces_of(slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, Any]) -> Iterator[Piece]:
-    """The state of what this rank steps on: the elements of `slot` that `where` says."""
-    for key, value in _leaves(state, ()):
+def pieces_of(
+    slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, Any], reads: Mapping[str, Read]
+) -> Iterator[Piece]:
+    """The state of what this rank steps on: the elements of `slot` that `where` says. `reads`: of entries in files."""
+    for key, value in leaves(state):
         if isinstance(value, Tensor) and type(value) is not Tensor:
             raise RuntimeError(
                 f"The optimizer keeps {'/'.join(map(str, key))!r} of {slot.name!r} as a {type(value).__name__}, whose "
@@ -41,7 +45,8 @@ def pieces_of(slot: Slot, mine: nn.Parameter, where: Segment, state: dict[str, A
                 "state_dict(), which loads on the same ranks."
             )
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == mine.shape:
-            yield Piece(slot.name, key, where.start, value.detach().reshape(-1))
+            read = reads.get(str(key[0])) if len(key) == 1 else None
+            yield Piece(slot.name, key, where.start, value.detach().reshape(-1), read)
         elif isinstance(value, Tensor) and value.dim() > 0 and where.numel != slot.lane.layout.numels[slot.index]:
             raise RuntimeError(
                 f"The optimizer keeps {'/'.join(map(str, key))!r} of {slot.name!r} in shape {tuple(value.shape)}, made "
@@ -56,10 +61,10 @@ def put_piece(piece: Piece, mine: nn.Parameter, where: Segment, state: dict[str,
     """What of a piece lies in `where`, into the state of `mine`; elements nobody has put yet are zero. `adopt`: its
     memory may become the state's own."""
     if piece.begin is None:
-        _put(state, piece.key, piece.value.clone() if isinstance(piece.value, Tensor) else copy.copy(piece.value))
+        put_leaf(state, piece.key, piece.value.clone() if isinstance(piece.value, Tensor) else copy.copy(piece.value))
         return
     if adopt and (piece.begin, piece.value.numel()) == (where.start, where.numel):
-        _put(state, piece.key, piece.value.to(mine.device).view(mine.shape))
+        put_leaf(state, piece.key, piece.value.to(mine.device).view(mine.shape))
         return
     begin = max(piece.begin, where.start)
     end = min(piece.begin + piece.value.numel(), where.start + where.numel)
@@ -68,13 +73,13 @@ def put_piece(piece: Piece, mine: nn.Parameter, where: Segment, state: dict[str,
     have = _get(state, piece.key)
     if not isinstance(have, Tensor) or have.shape != mine.shape:
         have = torch.zeros(mine.shape, dtype=piece.value.dtype, device=mine.device)
-        _put(state, piece.key, have)
+        put_leaf(state, piece.key, have)
     have.view(-1)[begin - where.start : end - where.start] = piece.value[begin - piece.begin : end - piece.begin]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The plain tensors a state entry is made of, through lists, dicts and subclasses."""
-    for _, leaf in _leaves(value, ()):
+    for _, leaf in leaves(value):
         if isinstance(leaf, Tensor):
             if type(leaf) is not Tensor and hasattr(leaf, "__tensor_flatten__"):
                 for name in leaf.__tensor_flatten__()[0]:
@@ -83,13 +88,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """The places of a nested state, and what lies there."""
     if isinstance(value, dict) and (value or not key):
         for name, part in value.items():
-            yield from _leaves(part, (*key, name))
+            yield from leaves(part, (*key, name))
     elif isinstance(value, (list, tuple)) and value:
         for index, part in enumerate(value):
-            yield from _leaves(part, (*key, index))
+            yield from leaves(part, (*key, index))
     else:
         yield key, value
 
@@ -103,7 +109,7 @@ def _get(state: Any, key: Key) -> Any:
     return state
 
 
-def _put(state: Any, key: Key, value: Any) -> None:
+def put_leaf(state: Any, key: Key, value: Any) -> None:
     """Into nested dicts and lists, which are made on the way: an integer is an index into a list."""
     for part, following in zip(key, (*key[1:], None)):
         if isinstance(part, int):

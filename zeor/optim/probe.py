@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeor.optim.counters import numbers, same_numbers
+from zeor.optim.pieces import Key, leaves
 
 STEPS, WALK = 2, 30
 ROUNDING = 1e-3  # over a walk: on a CPU the last elements of an array may be rounded differently
@@ -236,6 +238,40 @@ def toys_after_steps(optimizer: Optimizer, device: torch.device) -> tuple[Optimi
                 toy.grad = torch.rand(SMALL, generator=generator).to(device)
             raw_step(optimizer)(trial)
     return trial, list(toys)
+
+
+def states_of_steps(
+    optimizer: Optimizer,
+    group: int,
+    settings: dict[str, Any],
+    values: Tensor,
+    grads: list[Tensor],
+    state: dict[str, Any] | None = None,
+) -> list[list[tuple[Key, Any]]]:
+    """What a copy of the optimizer, with one group's settings and these over them, keeps of a toy after each of these
+    steps: places and values. `state`: what it begins with. Raises whatever the step raises."""
+    toy = torch.nn.Parameter(values.clone())
+    with _eager(), _one_thread():
+        trial = _Trials(optimizer, group, with_state=False)._copy()
+        trial.param_groups[0].update(copy.deepcopy(settings))
+        trial.param_groups[0]["params"] = [toy]
+        if state:
+            trial.state[toy] = state
+        found = []
+        for grad in grads:
+            toy.grad = grad.clone()
+            raw_step(optimizer)(trial)
+            found.append(list(leaves(trial.state.get(toy, {}))))
+    return found
+
+
+def state_from_constructor(optimizer: Optimizer, settings: Mapping[str, Any], values: Tensor) -> dict[str, Any]:
+    """What the optimizer's constructor makes for a toy (Adagrad makes its state there)."""
+    own = getattr(type(optimizer), "stock_class", type(optimizer))  # of a drop-in the class it is made of
+    known = inspect.signature(own).parameters
+    toy = torch.nn.Parameter(values.clone())
+    made = own([toy], **{key: value for key, value in settings.items() if key in known and key != "params"})
+    return dict(made.state.get(toy, {}))
 
 
 def _state_like(optimizer: Optimizer, toy: Tensor) -> dict[str, Any]:

@@ -255,6 +255,10 @@ class Lane:
         """This rank's slice of compute; on the host where it rests there or on disk."""
         return self._mine.tensor
 
+    def read_mine(self, begin: int, end: int) -> Tensor:
+        """A range of `mine` to look at, of a file past its map."""
+        return self._mine.read(begin, end)
+
     @torch.no_grad()
     def catch_up(self) -> bool:
         """Forward reads what the last update left: see Note [Delayed]. Whether that is new to it."""

@@ -2,9 +2,10 @@
 
     python -I ... zeor.tools.unpickle torch|dcp SOURCE OUT [--allow-pickle]
 
-`importing.py` starts it, never imports it. torch's safe loader comes first. What that refuses is read only with
---allow-pickle, by an unpickler that makes an inert stand-in of every class and function it does not know: nothing a
-file names is run. OUT gets tree.json, values.safetensors, or error.txt with one sentence.
+`importing.py` starts it, never imports it. Without --allow-pickle torch's safe loader reads. With it, zeor's own reader
+does (torchfile.py), to which every name in a file means a stand-in of zeor's own (inert.py): nothing a file names is
+imported or run. Once it has begun, this process starts no other and talks to none. OUT gets tree.json,
+values.safetensors, or error.txt with one sentence.
 """
 
 from __future__ import annotations
@@ -18,134 +19,50 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zeor.checkpoint import plain
 from zeor.checkpoint.disk import DISK
 from zeor.checkpoint.writer import Source, write_file
+from zeor.tools import torchfile
+from zeor.tools.inert import Record, Refused, Unpickler
 
 TREE, VALUES, ERROR = "tree.json", "values.safetensors", "error.txt"
-_METADATA = "torch.distributed.checkpoint.metadata"
-_KNOWN = {
-    "collections": {"OrderedDict", "defaultdict"},
-    "builtins": {"set", "frozenset", "dict", "list", "tuple", "int", "float", "bool", "str", "bytes", "complex"},
-    "torch": {"Size", "device"},
-    "torch._utils": {"_rebuild_tensor", "_rebuild_tensor_v2"},
-    "torch.nn.parameter": {"Parameter"},
-    "torch.serialization": {"_get_layout"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy.core.multiarray": {"scalar", "_reconstruct"},
-    "numpy._core.multiarray": {"scalar", "_reconstruct"},
-    "_codecs": {"encode"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-}
-
-
-_LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the number with which files began before they were zip files
-_LEGACY_NBYTES = 32  # where it lies
-
-
-class Refused(Exception):
-    """One sentence for the user."""
-
-
-class StandIn:
-    """In the place of an object of unknown class; it does nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> StandIn:
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
-
-    def __setitem__(self, _: Any, __: Any) -> None: ...
-
-    def append(self, _: Any) -> None: ...
-
-    def extend(self, _: Any) -> None: ...
-
-
-def _data_alone(data: Any, *_: Any) -> Any:
-    """A parameter with attributes: the attributes are whatever the file says, so they stay behind."""
-    return data
-
-
-def _base_alone(make: Any, _: Any, arguments: Any, __: Any) -> Any:
-    """A tensor of some subclass: only what it is made of, by a function that is known."""
-    return make(*arguments) if make in (torch._utils._rebuild_tensor_v2, _data_alone) else StandIn()
-
-
-_INSTEAD = {
-    ("torch._utils", "_rebuild_parameter"): _data_alone,
-    ("torch._utils", "_rebuild_parameter_with_state"): _data_alone,
-    ("torch._tensor", "_rebuild_from_type_v2"): _base_alone,
-}
-
-
-class Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _INSTEAD:
-            return _INSTEAD[module, name]
-        if name in _KNOWN.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
-            return super().find_class(module, name)
-        if module == _METADATA and name.isidentifier():
-            import torch.distributed.checkpoint.metadata as metadata
-
-            found = getattr(metadata, name, None)
-            if isinstance(found, type) and found.__module__ == _METADATA:
-                return found
-        return type(name.rpartition(".")[2] or "StandIn", (StandIn,), {"__module__": module})
+_MOST_VALUES = 20_000_000  # of a tree: a list that holds another twice, forty deep, is small in a file and endless here
 
 
 def read_torch(path: Any, where: str, allow: bool) -> Any:
-    """A file of torch.save: by the safe loader, or by the stand-ins where that refuses and the user allows it."""
+    """A file of torch.save: by torch's safe loader, or, where the user allows more, by zeor's own reader."""
+    if not torchfile.is_torch(path):
+        raise Refused(f"{where} is no PyTorch file, or is damaged: it is not what torch.save writes.")
+    if allow:
+        return _read(path, where)
     try:
-        return _load(path, weights_only=True)
-    except Exception as error:
-        if not _is_torch(path):
-            raise Refused(f"{where} is no PyTorch file, or is damaged: it is not what torch.save writes.") from error
-        if not isinstance(error, pickle.UnpicklingError):
-            raise
-        if not allow:
-            reason = re.search(r"(?:GLOBAL|Unsupported \w+) ([\w.]+)", str(error))
-            raise Refused(
-                f"{where} is a pickle that torch's safe loader refuses{f' ({reason[1]})' if reason else ''}; pass "
-                "--allow-pickle if you trust where it comes from."
-            ) from error
-    return _load(path, weights_only=False, pickle_module=_GUARDED)
+        return _load(path)
+    except pickle.UnpicklingError as error:
+        reason = re.search(r"(?:GLOBAL|Unsupported \w+) ([\w.]+)", str(error))
+        raise Refused(
+            f"{where} is a pickle that torch's safe loader refuses{f' ({reason[1]})' if reason else ''}; pass "
+            "--allow-pickle if you trust where it comes from."
+        ) from error
 
 
-_GUARDED = SimpleNamespace(Unpickler=Unpickler, load=lambda file, **options: Unpickler(file, **options).load())
-_GUARDED.__name__ = "zeor.tools.unpickle"
+def _read(path: Any, where: str) -> Any:
+    try:
+        return torchfile.load(path)
+    except Refused as error:
+        raise Refused(f"{where} is refused: {str(error)[:1].lower()}{str(error)[1:]}") from error
 
 
-def _is_torch(path: Any) -> bool:
-    """A zip file with its end, or the format before: what is neither fails in the reader in many odd ways."""
-    if zipfile.is_zipfile(path):
-        return True
-    if isinstance(path, (str, Path)):
-        with open(path, "rb") as file:
-            start = file.read(_LEGACY_NBYTES)
-    else:
-        path.seek(0)
-        start = path.read(_LEGACY_NBYTES)
-    return _LEGACY in start
-
-
-def _load(path: Any, **options: Any) -> Any:
+def _load(path: Any) -> Any:
+    """A zip file by a map of it: where torch reads records it believes what the pickle says of their sizes."""
     if not isinstance(path, (str, Path)):
         path.seek(0)  # it may have been read before
-        return torch.load(path, map_location="cpu", **options)
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, **options)
-    except (RuntimeError, ValueError):  # the format before zip files
-        return torch.load(path, map_location="cpu", **options)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 # ---- torch's distributed checkpoints
@@ -160,38 +77,58 @@ def read_dcp(folder: Path, allow: bool) -> Any:
         )
     with open(folder / ".metadata", "rb") as file:
         metadata = Unpickler(file).load()
-    stored: dict[str, list[Any]] = {}
-    for index, info in metadata.storage_data.items():
-        stored.setdefault(index.fqn, []).append((index, info))
-    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    told = metadata.state_dict_metadata  # by the rank that wrote it; the state dict's own order is that of the paths
+    stored: dict[str, list[tuple[Record, Record]]] = {}
+    for index, info in _field(folder, metadata, "storage_data", dict).items():
+        stored.setdefault(_field(folder, index, "fqn", str), []).append((index, info))
+    paths = metadata.fields.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
+    told = _field(folder, metadata, "state_dict_metadata", dict)
     root: dict[Any, Any] = {}
-    for name, entry in [(name, told[name]) for name in {**paths, **told} if name in told]:
+    for name in [name for name in {**paths, **told} if name in told]:  # the state dict's own order is that of the paths
         if name not in stored:
-            raise Refused(f"{folder} does not say where {name!r} lies.")
-        if hasattr(entry, "chunks"):
-            value: Any = _Chunks(folder, name, entry, stored[name])
+            raise Refused(f"{folder} does not say where {str(name)[:80]!r} lies.")
+        if isinstance(told[name], Record) and "chunks" in told[name].fields:
+            value: Any = _Chunks(folder, name, told[name], stored[name])
         else:
-            value = read_torch(io.BytesIO(_bytes(folder, stored[name][0][1])), f"{name!r} of {folder}", allow)
-        _set(root, tuple(paths.get(name) or (name,)), value)
+            value = _read(io.BytesIO(_bytes(folder, stored[name][0][1])), f"{name!r} of {folder}")
+        path = paths.get(name)
+        _set(root, path if isinstance(path, tuple) and path else (name,), value)
     return root
+
+
+def _field(folder: Path, record: Any, name: str, kind: Any) -> Any:
+    """A field of an object in .metadata, of that kind or of these kinds."""
+    found = record.fields.get(name) if isinstance(record, Record) else None
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise Refused(f"{folder} could not be read: {name!r} in its .metadata is malformed or missing.")
+    return found
 
 
 class _Chunks:
     """A tensor in chunks, put together when it is asked for."""
 
-    def __init__(self, folder: Path, name: str, entry: Any, stored: list[Any]):
+    def __init__(self, folder: Path, name: str, entry: Record, stored: list[tuple[Record, Record]]):
         self._folder, self._name, self._stored = folder, name, stored
-        self.shape, self.dtype = tuple(entry.size), entry.properties.dtype
+        properties = entry.fields.get("properties")
+        kinds = properties.fields.get("") if isinstance(properties, Record) else None
+        dtype = kinds[0] if isinstance(kinds, tuple) and kinds else None
+        size = _field(folder, entry, "size", tuple)
+        if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in size):
+            raise Refused(f"{folder} could not be read: it does not say of which kind {name!r} is.")
+        self.shape, self.dtype = size, dtype
+        held = sum(_field(folder, info, "length", int) for _, info in stored)
+        if math.prod(size) * dtype.itemsize > held:
+            raise Refused(f"{folder} says that {name!r} has shape {size}, and holds {held:,} bytes of it.")
 
     def __call__(self) -> Tensor:
-        whole = torch.empty(self.shape, dtype=self.dtype)
+        whole = torch.zeros(self.shape, dtype=self.dtype)
         filled = 0
         for index, info in self._stored:
-            data = io.BytesIO(_bytes(self._folder, info))
-            part = torch.load(data, map_location="cpu", weights_only=True)
-            where = tuple(slice(b, b + n) for b, n in zip(index.offset or (0,) * part.dim(), part.shape))
-            whole[where] = part
+            part = _read(io.BytesIO(_bytes(self._folder, info)), f"{self._name!r} of {self._folder}")
+            offset = index.fields.get("offset") or (0,) * whole.dim()
+            if not isinstance(part, Tensor) or part.dim() != whole.dim() or len(offset) != whole.dim():
+                raise Refused(f"{self._folder} holds a malformed part of {self._name!r}.")
+            whole[tuple(slice(b, b + n) for b, n in zip(offset, part.shape))] = part.detach()
             filled += part.numel()
         if filled != whole.numel():
             raise Refused(f"{self._folder} holds {filled} of {whole.numel()} elements of {self._name!r}.")
@@ -199,14 +136,14 @@ class _Chunks:
 
 
 def _bytes(folder: Path, info: Any) -> bytes:
-    name = str(info.relative_path)
+    name = _field(folder, info, "relative_path", str)
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise Refused(f"{folder} names the file {name!r}, which is no plain file name; that is refused.")
-    if getattr(info, "transform_descriptors", None):
+    if info.fields.get("transform_descriptors"):
         raise Refused(f"{folder} is compressed, which zeor cannot read; save it without extensions.")
     with open(folder / name, "rb") as file:
-        file.seek(info.offset)
-        return file.read(info.length)
+        file.seek(_field(folder, info, "offset", int))
+        return file.read(max(0, _field(folder, info, "length", int)))
 
 
 def _set(root: Any, path: tuple[Any, ...], value: Any) -> None:
@@ -225,14 +162,14 @@ class HandOver:
     def __init__(self) -> None:
         self.sources: list[Source] = []
         self._seen: dict[Any, str] = {}
+        self._count = 0
 
     def plain(self, value: Any) -> Any:
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise Refused(f"The file holds more than {_MOST_VALUES:,} values, which no checkpoint does.")
         if isinstance(value, _Chunks):
             return self._store(id(value), value.dtype, value.shape, value)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-            value = torch.from_numpy(value)
-        if isinstance(value, np.generic):
-            value = value.item()
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, Mapping):
@@ -284,5 +221,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+_FORBIDDEN = (
+    "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn",
+    "subprocess.Popen", "socket.connect", "socket.bind",
+)  # fmt: skip
+
+
+def _stay_alone(event: str, _: Any) -> None:
+    """A second wall, should a file ever get past the stand-ins: Python itself starts nothing and calls nobody here."""
+    if event in _FORBIDDEN:
+        raise Refused(f"The file tried to use {event}, which is refused.")
+
+
 if __name__ == "__main__":
+    sys.addaudithook(_stay_alone)
     raise SystemExit(main(sys.argv[1:]))
