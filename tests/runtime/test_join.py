@@ -740,3 +740,33 @@ def test_learning_rates_that_drift_apart_raise_on_every_rank(ranks, stage):
 def test_other_settings_that_drift_apart_are_named_too(ranks):
     for text in ranks(sentence_of, 2, drifts, 1, "betas"):
         assert "rank 0 has betas=(0.9, 0.99) in group 1" in text and "rank 1 has betas=(0.9, 0.991)" in text
+
+
+def saves_inside(verb, folder, when):
+    """`when`: all ranks are still there, or one has left."""
+    rank, model = dist.get_rank(), net()
+    _, optimizer = zeor.shard(model, optimizer_of(model), stage=3)
+    verbs = {
+        "save": lambda: zeor.save(folder, model, optimizer, step=1),
+        "load": lambda: zeor.load(folder, model, optimizer),
+        "export": lambda: zeor.export(model, folder),
+    }
+    with zeor.join(model):
+        for step in range(COUNTS[2][rank]):
+            loss_of(model, step, rank, 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == (0 if when == "all" else max(COUNTS[2]) - 1):
+                verbs[verb]()
+
+
+@pytest.mark.parametrize("verb", ["save", "load", "export"])
+def test_a_checkpoint_after_a_rank_has_left_is_refused_at_once_on_every_rank(ranks, tmp_path, verb):
+    for text in ranks(sentence_of, 2, saves_inside, verb, str(tmp_path), "left"):
+        assert f"zeor.{verb} was called inside zeor.join after rank" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_while_all_are_there_is_made(ranks, tmp_path):
+    assert ranks(sentence_of, 2, saves_inside, "save", str(tmp_path), "all") == ["nothing was raised"] * 2
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000000001"]

@@ -42,6 +42,7 @@ from zeor.memory import device as devices
 from zeor.memory.formats import cast_into
 from zeor.memory.param import own_dtype
 from zeor.plan import Plan
+from zeor.runtime import events
 from zeor.runtime.compiled import unwrapped
 from zeor.runtime.sharded import ATTRIBUTE
 from zeor.runtime.stream import DEFAULT_NBYTES, iter_slots
@@ -233,6 +234,8 @@ def _mesh_of(model: nn.Module | None) -> Mesh:
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
     state = vars(model).get(ATTRIBUTE) if model is not None else None
     if state is not None:
+        if state.engine.joining is not None:
+            state.engine.announce(events.OTHER, "zeor.export")
         all_there(state.engine.mesh, "zeor.export")
         return state.engine.mesh
     if model is None or not dist.is_initialized():

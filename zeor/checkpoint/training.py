@@ -18,6 +18,7 @@ from zeor.checkpoint.errors import all_there, lost_peers
 from zeor.checkpoint.load import Loaded
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.urls import Place, place_of, shown
+from zeor.runtime import events
 from zeor.runtime.sharded import ATTRIBUTE
 
 
@@ -88,6 +89,7 @@ def save(
     content = _content(folder, step, extra, data, keep)
     if busy not in ("wait", "raise"):
         content = content._replace(error=ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'."))
+    _refuse_where_ranks_have_left(run, "zeor.save")
     with lost_peers(run.mesh, *content.target.lost_words):
         all_there(run.mesh, "zeor.save")
         return saver_of(run).save(run, content, later=asynchronous, refuse=busy == "raise")
@@ -148,10 +150,17 @@ def load(
     fits and lists the rest.
     """
     run = run_of(model, optimizer)
+    _refuse_where_ranks_have_left(run, "zeor.load")
     with lost_peers(run.mesh, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
         all_there(run.mesh, "zeor.load")
         saver_of(run).settle()  # what is being written may be the latest
         return loading.load(run, place_of(folder), extra, data, strict)
+
+
+def _refuse_where_ranks_have_left(run: Run, what: str) -> None:
+    """Inside zeor.join a rank that is out of data cannot come: all are told at once, before any waits for it."""
+    if run.engine.joining is not None:
+        run.engine.announce(events.OTHER, what)
 
 
 def run_of(model: nn.Module, optimizer: Any) -> Run:
