@@ -6,6 +6,9 @@ compares windows seconds apart, and the machine's drift cancels. Only ratios ins
 
     python -m benchmarks.cpu_ranks --out benchmarks/results/cpu_ranks.json
     python -m benchmarks.cpu_ranks --systems ddp,fsdp2,zeor3 --rounds 3 --size tiny
+    python -m benchmarks.cpu_ranks --systems zeor1,zeor3 --before ../before     # zeor of another checkout beside
+
+With --before every zeor system also runs as "zeor3 before", from the zeor of that checkout.
 
 The steps of a run: 1. start all ranks; 2. warm each system up; 3. rounds of windows; 4. memory; 5. report.
 """
@@ -28,6 +31,7 @@ from benchmarks.decoder import SIZES, parameter_numel
 from benchmarks.measure import command_line, describe_machine, free_port, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
+BEFORE = " before"  # ends the name of a system that runs from another checkout
 
 
 class Pair:
@@ -73,6 +77,7 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
 
 
 def _start_rank(system: str, rank: int, port: int, options: argparse.Namespace) -> subprocess.Popen[str]:
+    tree = options.before.resolve() if system.endswith(BEFORE) else ROOT
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -84,13 +89,13 @@ def _start_rank(system: str, rank: int, port: int, options: argparse.Namespace) 
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")])),
     }
-    command = [sys.executable, "-m", "benchmarks.cpu_worker", "--system", system]
+    command = [sys.executable, "-m", "benchmarks.cpu_worker", "--system", system.removesuffix(BEFORE)]
     for name in ("size", "batch", "tokens", "adamw", "clip"):
         command += [f"--{name}", str(getattr(options, name))]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -165,6 +170,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--clip", type=float, default=0.0, help="gradient norm limit; 0: no clipping")
     parser.add_argument("--adamw", default="fused", choices=["default", "foreach", "fused"])
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier version, with its benchmarks")
     parser.add_argument("--date", help="written into the results as it is")
     parser.add_argument("--out", type=Path, help="JSON file for every window")
     options = parser.parse_args(argv)
@@ -172,6 +178,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     known = cpu_systems.SYSTEMS + cpu_systems.EXTRA_SYSTEMS
     if unknown := [name for name in options.systems if name not in known]:
         parser.error(f"unknown systems {unknown}: choose from {', '.join(known)}")
+    if options.before is not None:
+        names = [[name, name + BEFORE] if name.startswith("zeor") else [name] for name in options.systems]
+        options.systems = [each for pair in names for each in pair]
     return options
 
 

@@ -91,6 +91,8 @@ def cpu_table(document: dict[str, Any]) -> str:
                 "" if distance is None else f"{distance:.0e}",
             ]
         )
+    for entry, row in zip(document["systems"], rows):
+        row.append(_number(paired_ratio(entry["windows"], windows.get(f"{entry['system']} before")), 3))
     header = [
         "system",
         "step ms, median / best",
@@ -102,6 +104,7 @@ def cpu_table(document: dict[str, Any]) -> str:
         "sent MB/step",
         "last loss",
         "losses off ddp by",
+        "ratio to before",
     ]
     return markdown(header, rows)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
+from tests.selection import leave_to_test_all
 
 # As the ranks of the pool: what runs beside it would otherwise wait for cores by turning in circles.
 torch.set_num_threads(1)
@@ -28,7 +29,9 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     pool.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_test_all(items)
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "no GPU here"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,3 +54,9 @@ def covering(
 
 # For @pytest.mark.parametrize("select", BOTH): the triples in `make test`, the whole product in `make test-all`.
 BOTH = [pytest.param(covering, id="triples"), pytest.param(product, id="whole", marks=pytest.mark.whole)]
+# The same for long rows: the pairs in `make test`.
+PAIRS = [
+    pytest.param(partial(covering, strength=2), id="pairs"),
+    pytest.param(covering, id="triples", marks=pytest.mark.whole),
+    BOTH[1],
+]

@@ -319,7 +319,7 @@ def test_one_rank_that_cannot_use_its_folder_stops_all_of_them(ranks, tmp_path):
     def one_fails(folder: str) -> str:
         if dist.get_rank() == 1:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(folders, "_make", fails)
+                patch.setattr(folders, "_open", fails)
                 return refused({"offload": Offload("disk", "disk", folder=folder)})
         return refused({"offload": Offload("disk", "disk", folder=folder)})
 

@@ -120,7 +120,14 @@ def every_call_fails(mode: str, root: str, every_way: bool) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("every_way", WAYS_TAKEN)
-@pytest.mark.parametrize(("mode", "least"), [("async", 20), ("hosts", 30), ("url", 20)])
+@pytest.mark.parametrize(
+    ("mode", "least"),
+    [
+        ("async", 20),
+        pytest.param("hosts", 30, marks=pytest.mark.whole),
+        pytest.param("url", 20, marks=pytest.mark.whole),
+    ],
+)
 def test_whatever_call_fails_there_the_latest_loads_and_the_run_goes_on(
     ranks: Any, tmp_path: Path, mode: str, least: int, every_way: bool
 ) -> None:

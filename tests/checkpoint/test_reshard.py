@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeor
-from tests.covering import BOTH, Row
+from tests.covering import PAIRS, Row
 from tests.loops import net, own_loss
 from zeor.checkpoint.training import load, save
 from zeor.runtime.sharded import state_of
@@ -99,7 +99,7 @@ def saved(ranks, tmp_path_factory) -> tuple[str, dict[int, Any]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("select", BOTH)
+@pytest.mark.parametrize("select", PAIRS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_saved_at_any_world_and_stage_loads_here_at_every_stage(ranks, saved, world: int, select: Any) -> None:
     root, runs = saved

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import zeor
 from tests import tiers
-from tests.covering import BOTH, Row, covering
+from tests.covering import PAIRS, Row, covering
 from tests.parity.test_release import ALL_RANKS, ONE_RANK, branches_run
 from tests.tiers import CHUNK, LOOPS, adamw, left, made, one_step, run, same
 from zeor import Offload
@@ -71,7 +71,7 @@ def check_places(path: str, rows: list[Row]) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("select", BOTH)
+@pytest.mark.parametrize("select", PAIRS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_at_rest_elsewhere_changes_no_bit(ranks, tmp_path, stage, precision, select):

@@ -1,0 +1,95 @@
+"""How many cases of long parametrised tests `make test` runs; `make test-all` runs all of them.
+
+By file and test, how many cases stay, spread evenly over the list, the first and the last among them; 0: none. Each is
+here because its cases differ in one value of a list (a stage, an optimizer, a kind of loop) and together took more than
+ten seconds; what they hold is held by others, or by those that stay. Chosen from `--durations=0`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+SOME: dict[str, dict[str, int]] = {
+    "checkpoint/test_async.py": {"test_values_are_those_at_the_call_though_training_goes_on_at_once": 1},
+    "checkpoint/test_branches.py": {"test_ranks_and_hosts_agree_on_it": 1},
+    "checkpoint/test_export.py": {"test_every_stage_writes_the_plain_models_state_dict": 1},
+    "checkpoint/test_faults.py": {"test_whatever_call_fails_the_latest_loads_and_the_run_goes_on": 2},
+    "checkpoint/test_shortened.py": {"test_a_save_from_a_shortened_file_is_one_sentence": 1},
+    "comm/test_frozen.py": {"test_a_rank_that_freezes_or_dies_does_not_hold_the_other": 2},
+    "comm/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
+    "comm/test_meeting.py": {"test_a_rank_that_leaves_the_path_is_named_on_every_rank": 12},
+    "examples/test_vision.py": {"test_the_mnist_network_learns_at_stage_3": 0},
+    "optim/test_counters.py": {"test_counters_move_once_per_step_on_every_rank": 7},
+    "optim/test_every_optimizer.py": {"test_it_equals_one_process_at_every_stage": 15},
+    "optim/test_methods.py": {"test_schedulefree_equals_one_process": 10},
+    "optim/test_new_groups.py": {"test_a_drop_in_takes_new_parameters": 5},
+    "optim/test_owners.py": {"test_any_matrix_optimizer_equals_one_process_at_every_stage": 4},
+    "optim/test_pieces.py": {"test_a_run_goes_on_at_another_world_size_from_pieces": 5},
+    "optim/test_state_dicts.py": {"test_each_rank_resumes_from_its_own_in_bits": 10},
+    "optim/test_stepper.py": {"test_state_dicts_round_trip_in_bits": 8},
+    "parity/test_by_hand.py": {"test_the_script_checks_itself": 0},
+    "parity/test_compile.py": {"test_compiled_units_do_not_recompile_and_keep_loss_and_names": 2},
+    "parity/test_drop_in.py": {"test_same_bits_as_shard": 2, "test_loop": 8, "test_model": 5, "test_odd_sizes": 2},
+    "parity/test_entries.py": {"test_methods": 4},
+    "parity/test_graphs.py": {
+        "test_several_sharded_models_in_one_loss": 2, "test_one_model": 4, "test_one_module_twice_in_one_forward": 3,
+    },
+    "parity/test_plain.py": {
+        "test_loop": 9, "test_odd_sizes": 5, "test_model": 6, "test_fp32_with_sgd": 2, "test_tied": 2,
+        "test_model_with_two_backwards": 2,
+    },
+    "parity/test_release.py": {"test_it_changes_no_bit_at_any_stage_and_place": 2},
+    "parity/test_zoo.py": {"test_stages_are_the_same_bits_and_equal_one_process": 5},
+    "planner/test_budget.py": {"test_without_a_batch_the_device_stays_within_its_budget": 5},
+    "planner/test_rests.py": {"test_resident_bytes_by_role_and_tier_are_exact": 1},
+    "runtime/test_join.py": {
+        "test_five_against_seven_batches_equal_plain_pytorch": 2, "test_two_models_in_one_block": 2,
+    },
+    "runtime/test_memory.py": {"test_resident_bytes_are_those_of_the_table": 12},
+    "runtime/test_norms.py": {
+        "test_stock_clipping_by_norm": 7, "test_stock_clipping_on_three_ranks": 2,
+        "test_arithmetic_on_gradients_in_place": 2,
+    },
+    "runtime/test_recompute.py": {
+        "test_compiled_units_are_computed_again_by_the_compiler_and_offloaded": 1,
+        "test_the_bits_are_those_without_and_each_call_is_computed_twice": 3,
+    },
+    "runtime/test_zero_grad.py": {"test_gradients_from_inside_no_sync_can_be_set_to_zero": 5},
+    "test_api.py": {"test_500_steps_with_flat_memory": 0},
+    "test_documents.py": {"test_it_goes_on_with_another_number_of_ranks_from_the_middle_of_an_epoch": 0},
+    "test_import.py": {"test_the_same_script_under_slurms_variables": 0},
+    "test_logging.py": {"test_the_users_own_logging_decides_how_it_looks": 0},
+    "test_teardown.py": {"test_shard_train_and_let_go_five_times_leaves_nothing": 3},
+    "tools/test_cli.py": {"test_plan_says_what_fits_beside_a_gpu": 0},
+    "tools/test_import_tool.py": {
+        "test_a_deepspeed_checkpoint_resumes_with_its_moments": 1,
+        "test_a_dcp_checkpoint_of_fsdp2_resumes_at_another_world": 1,
+    },
+    "tools/test_interrupt.py": {"test_without_a_folder_ctrl_c_ends_it_with_one_line": 0},
+}  # fmt: skip
+
+
+def kept(count: int, total: int) -> set[int]:
+    """Which of `total` cases stay, as numbers."""
+    count = min(count, total)
+    if count < 2:
+        return set(range(count))
+    return {round(number * (total - 1) / (count - 1)) for number in range(count)}
+
+
+def leave_to_test_all(items: Iterable[pytest.Item]) -> None:
+    """Mark as whole what does not stay."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        name = name.partition("[")[0]
+        if name in SOME.get(file, ()) and not item.get_closest_marker("whole"):
+            cases[file, name].append(item)
+    for (file, name), members in cases.items():
+        stay = kept(SOME[file][name], len(members))
+        for number, item in enumerate(members):
+            if number not in stay:
+                item.add_marker(pytest.mark.whole)
