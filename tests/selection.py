@@ -17,6 +17,7 @@ SOME: dict[str, dict[str, int]] = {
     "checkpoint/test_branches.py": {"test_ranks_and_hosts_agree_on_it": 1},
     "checkpoint/test_export.py": {"test_every_stage_writes_the_plain_models_state_dict": 1},
     "checkpoint/test_faults.py": {"test_whatever_call_fails_the_latest_loads_and_the_run_goes_on": 2},
+    "checkpoint/test_kill.py": {"test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values": 3},
     "checkpoint/test_shortened.py": {"test_a_save_from_a_shortened_file_is_one_sentence": 1},
     "comm/test_frozen.py": {"test_a_rank_that_freezes_or_dies_does_not_hold_the_other": 2},
     "comm/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
@@ -30,7 +31,9 @@ SOME: dict[str, dict[str, int]] = {
     "optim/test_pieces.py": {"test_a_run_goes_on_at_another_world_size_from_pieces": 5},
     "optim/test_state_dicts.py": {"test_each_rank_resumes_from_its_own_in_bits": 10},
     "optim/test_stepper.py": {"test_state_dicts_round_trip_in_bits": 8},
-    "parity/test_by_hand.py": {"test_the_script_checks_itself": 0},
+    "parity/test_by_hand.py": {
+        "test_the_script_checks_itself": 0, "test_zeor_equals_zero_by_hand_in_bits_at_every_stage": 2,
+    },
     "parity/test_compile.py": {"test_compiled_units_do_not_recompile_and_keep_loss_and_names": 2},
     "parity/test_drop_in.py": {"test_same_bits_as_shard": 2, "test_loop": 8, "test_model": 5, "test_odd_sizes": 2},
     "parity/test_entries.py": {"test_methods": 4},
@@ -44,7 +47,9 @@ SOME: dict[str, dict[str, int]] = {
     "parity/test_release.py": {"test_it_changes_no_bit_at_any_stage_and_place": 2},
     "parity/test_zoo.py": {"test_stages_are_the_same_bits_and_equal_one_process": 5},
     "planner/test_budget.py": {"test_without_a_batch_the_device_stays_within_its_budget": 5},
-    "planner/test_rests.py": {"test_resident_bytes_by_role_and_tier_are_exact": 1},
+    "planner/test_rests.py": {
+        "test_resident_bytes_by_role_and_tier_are_exact": 1, "test_gradients_on_the_device_are_exact": 1,
+    },
     "runtime/test_join.py": {
         "test_five_against_seven_batches_equal_plain_pytorch": 2, "test_two_models_in_one_block": 2,
     },
@@ -61,7 +66,7 @@ SOME: dict[str, dict[str, int]] = {
     "test_api.py": {"test_500_steps_with_flat_memory": 0},
     "test_documents.py": {"test_it_goes_on_with_another_number_of_ranks_from_the_middle_of_an_epoch": 0},
     "test_import.py": {"test_the_same_script_under_slurms_variables": 0},
-    "test_logging.py": {"test_the_users_own_logging_decides_how_it_looks": 0},
+    "test_logging.py": {"test_the_users_own_logging_decides_how_it_looks": 0, "test_a_level_silences_it": 0},
     "test_teardown.py": {"test_shard_train_and_let_go_five_times_leaves_nothing": 3},
     "tools/test_cli.py": {"test_plan_says_what_fits_beside_a_gpu": 0},
     "tools/test_import_tool.py": {

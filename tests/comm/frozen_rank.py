@@ -1,11 +1,12 @@
-"""One rank of two that trains; rank `who` stops or dies at `place`. Run as a script by test_frozen.py, with torchrun's
-variables."""
+"""One rank of two that trains; rank `who` stops or dies at `place`, or (how="cut") both wait there until their link is
+cut. Run as a script by test_frozen.py, with torchrun's variables."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,7 +24,11 @@ def main(who: int, place: str, how: str, folder: str) -> None:
     loops.train(model, optimizer, range(2), loops.own_loss)
 
     def here(now: str) -> None:
-        if now == place and dist.get_rank() == who:
+        if now == place and how == "cut":
+            Path(folder, f"there{dist.get_rank()}").touch()
+            while not Path(folder, "cut").exists():
+                time.sleep(0.05)
+        elif now == place and dist.get_rank() == who:
             Path(folder, "there").touch()
             os.kill(os.getpid(), getattr(signal, how))
 

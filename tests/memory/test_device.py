@@ -48,11 +48,14 @@ def test_ranks_on_this_host_are_counted(monkeypatch, env, ranks):
 
 
 def test_fewer_accelerators_than_ranks_are_told_of(monkeypatch):
-    monkeypatch.delenv("ZEOR_BACKEND", raising=False)
+    for name in ("ZEOR_BACKEND", "SLURM_GPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
     assert devices.too_few(4, 4) == devices.too_few(8, 4) == ""
     assert "4 ranks of this host see 1 accelerator(s)" in devices.too_few(1, 4)
-    monkeypatch.setenv("ZEOR_BACKEND", "gloo")
-    assert devices.too_few(1, 4) == ""
+    for name in ("ZEOR_BACKEND", "SLURM_GPUS_PER_TASK"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert devices.too_few(1, 4) == ""
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")

@@ -74,8 +74,8 @@ def _of_rank() -> tuple[torch.device, str]:
 
 def too_few(count: int, ranks: int) -> str:
     """Why the accelerators of a host do not do for its ranks."""
-    if count >= ranks or BACKEND_VARIABLE in os.environ:
-        return ""
+    if count >= ranks or BACKEND_VARIABLE in os.environ or "SLURM_GPUS_PER_TASK" in os.environ:
+        return ""  # enough; shared on purpose; or each task sees its own alone
     return (
         f"{ranks} ranks of this host see {count} accelerator(s); start as many ranks as there are, or, if each rank "
         "sees one of its own, give device= its kind, such as 'cuda'"
