@@ -233,6 +233,31 @@ def test_the_engine_s_own_schedule_is_the_golden_one(traces: Any) -> None:
         assert [line.split() for line in shown.splitlines()] == [line.split() for line in golden.splitlines()]
 
 
+def publishes_under_way(stage: int, dtype: torch.dtype, keep: bool) -> list[bool]:
+    """Of each unit after a second step: whether its publishing goes on behind what the user's loop does next."""
+    model = Model().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zeor.shard(model, optimizer, stage=stage)
+    kept = []
+    for _ in range(2):
+        model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+        if keep:
+            kept = [model.layers[1].weight.detach()]
+        optimizer.step()
+    found = [any(lane.under_way for lane in unit.lanes) for unit in api._state(model).engine.units]
+    assert len(kept) == keep
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_published_weights_travel_behind_the_next_forward(ranks: Any, stage: int, dtype: torch.dtype) -> None:
+    for found in ranks(publishes_under_way, 2, stage, dtype, False):
+        assert found == [True] * 4
+    for found in ranks(publishes_under_way, 2, stage, dtype, True):
+        assert found == [True, True, False, True]  # somebody may read this one at any time
+
+
 # The command that prints it.
 
 COMMAND = """\

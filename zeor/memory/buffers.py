@@ -11,7 +11,8 @@ attribute of a custom Function's ctx, a graph of second order, a numpy array. So
 at it, and torch counts who does:
 
 1. tensors, storages and arrays over the memory: the use count of the storage, against what the engine itself holds,
-   which is counted once, when the parameters have just been laid there and nobody can have another tensor yet;
+   which is counted when the parameters have just been laid there and nobody can have another tensor yet, and when
+   the engine itself makes another that it keeps (`owning`);
 2. what C++ holds of a parameter itself (a graph that saved it without our hooks): the use count of the parameter,
    against the one that Python holds and the one of autograd's accumulator.
 
@@ -28,7 +29,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -139,13 +141,13 @@ class FullBuffer:
         self.params, self.offsets = params, offsets
         self._own_uses = torch._C._storage_Use_Count(self._key)
 
-    @property
-    def uses(self) -> int:
-        return torch._C._storage_Use_Count(self._key)  # type: ignore[no-any-return]
-
-    def own(self, more: int) -> None:
-        """The engine itself has made so many more tensors over it, to keep."""
-        self._own_uses += more
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """Tensors over it that are made inside, and kept, are the engine's own: an optimizer's segments where the master
+        is compute itself. Whoever else keeps one makes it lent."""
+        before = torch._C._storage_Use_Count(self._key)
+        yield
+        self._own_uses += torch._C._storage_Use_Count(self._key) - before
 
     def inflate(self) -> None:
         assert self._ledger is not None

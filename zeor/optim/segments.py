@@ -51,7 +51,8 @@ class Segments:
         else:
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
-                    self._of[id(param)] = nn.Parameter(slot.lane.master_part(segment))
+                    with slot.lane.full.owning():
+                        self._of[id(param)] = nn.Parameter(slot.lane.master_part(segment))
                     self._at[id(param)] = segment
         self.adopt(param, self.optimizer.state)
 
