@@ -143,8 +143,8 @@ class FullBuffer:
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """Tensors over it that are made inside, and kept, are the engine's own: an optimizer's segments where the master
-        is compute itself. Whoever else keeps one makes it lent."""
+        """Tensors over it that are made inside, and kept, are the engine's own (an optimizer's segments, where the
+        master is compute itself), so they do not make it lent."""
         before = torch._C._storage_Use_Count(self._key)
         yield
         self._own_uses += torch._C._storage_Use_Count(self._key) - before
