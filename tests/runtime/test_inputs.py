@@ -7,6 +7,7 @@ stages 2 and 3 on two ranks in float64, each model must end where plain PyTorch 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -178,3 +179,32 @@ def test_a_forward_cannot_tell_aliases_from_its_inputs(ranks: Callable[..., list
     expected = trained(kind, None, slice(None))
     for found in ranks(on_a_rank, 2, kind, stage):
         assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, expected, strict=True))
+
+
+class Mixes(nn.Module):
+    """Makes fp32 values between two layers, as position tables and masks of many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + torch.zeros(WIDTH, dtype=torch.float32))
+
+
+def mix(stage: int) -> list[str]:
+    model = Mixes()
+    zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, precision="bf16")
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH))
+    with pytest.raises(RuntimeError) as plain:
+        model(torch.ones(2, WIDTH + 1))
+    return [*getattr(caught.value, "__notes__", []), "|", *getattr(plain.value, "__notes__", [])]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes from Python 3.11 on; before it is logged")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fp32_values_between_bf16_layers_end_in_a_sentence_that_says_why(ranks, stage: int) -> None:
+    for note, bar, *others in ranks(mix, 1, stage):
+        assert "bfloat16 (precision=)" in note and "x.to(layer.weight.dtype)" in note
+        assert (bar, others) == ("|", []), "an error of another kind is left as it is"

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+_logger = logging.getLogger("zeor")
 
 
 class Casts:
@@ -83,3 +87,22 @@ def _put(container: Any, key: Any, item: Any) -> None:
         container[key] = item
     else:
         object.__setattr__(container, key, item)
+
+
+def explain_dtypes(error: BaseException | None, compute: torch.dtype | None) -> None:
+    """Torch's complaint about two dtypes does not say where the second one comes from: add it to the error."""
+    if compute is None or not isinstance(error, RuntimeError) or not _MIXED.search(str(error)):
+        return
+    said = (
+        f"zeor: parameters and inputs of this model are {str(compute).removeprefix('torch.')} (precision=), and "
+        "forward computed with a floating tensor of another dtype that it made or kept itself; cast it where it meets "
+        "a layer: x.to(layer.weight.dtype)."
+    )
+    if hasattr(error, "add_note"):
+        error.add_note(said)
+    else:  # Python 3.10
+        _logger.warning(said)
+
+
+# As torch names them where two must be equal.
+_MIXED = re.compile(r"type.*\b(BFloat16|Half)\b|\b(BFloat16|Half)\b.*type")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
+from zeor.runtime.casts import explain_dtypes
 from zeor.runtime.order import Walk
 from zeor.runtime.passes import Passes
 from zeor.runtime.schedule import Action
@@ -112,6 +114,8 @@ class Forward:
 
     def recover(self) -> None:
         """The model's forward is not running; if it seems so, it raised. See Note [After an exception]."""
+        if self.walk is not None:
+            explain_dtypes(sys.exc_info()[1], self._engine.plan.precision.compute)
         if self.walk is not None and not self._engine.mesh.stuck:  # else what is under way never arrives
             if self._engine.joining is not None:
                 self._end()  # nobody may wait for this rank: see Note [Joining] in join.py
