@@ -23,6 +23,9 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 # A stamp is newer than these only if the install that made it saw their present contents.
 INPUTS := pyproject.toml constraints.txt
 
+# As a plain path: with setuptools' finder a script beside the clone would import the clone's folder in zeor's place.
+EDITABLE := --config-settings editable_mode=compat
+
 .PHONY: train test test-all lint setup test-gpu bench clean
 
 train: $(VENV)/installed
@@ -53,13 +56,13 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: $(INPUTS) | $(VENV)/bin/python
-	@echo "installing zeor into $(VENV)"
-	@$(PIP) -c constraints.txt -e .
+	@echo "installing zeor into $(VENV) (torch is large: some minutes the first time)"
+	@$(PIP) -c constraints.txt -e . $(EDITABLE)
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the developer tools into $(VENV)"
-	@$(PIP) -c constraints.txt -e '.[dev]'
+	@$(PIP) -c constraints.txt -e '.[dev]' $(EDITABLE)
 	@touch $@
 
 $(VENV)/bin/python:

@@ -356,3 +356,19 @@ def drop_in_over_dtensors() -> str:
 def test_a_drop_in_over_sharded_parameters_names_the_first(ranks):
     for text in ranks(drop_in_over_dtensors, 2):
         assert "Parameter 'weight' is a DTensor" in text
+
+
+def wrap_a_sharded_model(stage: int) -> str:
+    model = loops.net()
+    zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    try:
+        nn.parallel.DistributedDataParallel(model)(torch.ones(2, loops.FEATURES, dtype=torch.float64))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ddp_around_a_sharded_model_is_told_to_go(ranks, stage):
+    for said in ranks(wrap_a_sharded_model, 2, stage):
+        assert "data-parallel already" in said and said.endswith("drop DistributedDataParallel.")

@@ -46,7 +46,7 @@ def test_a_wrong_stage(stage):
 
 def test_an_unknown_option_gets_the_nearest_name():
     model = loops.net()
-    assert "no option 'stge', did you mean 'stage'?" in sentence(lambda: zeor.shard(model, stge=3), TypeError)
+    assert "no option 'stge' (did you mean 'stage'?)" in sentence(lambda: zeor.shard(model, stge=3), TypeError)
     assert "did you mean 'precision'?" in sentence(lambda: zeor.shard(model, precison="bf16"), TypeError)
     assert "did you mean 'units'?" in sentence(lambda: zeor.shard(model, unit=[nn.Linear]), TypeError)
     assert "no option 'batch_size'" in sentence(lambda: zeor.shard(model, batch_size=8), TypeError)
@@ -59,6 +59,7 @@ def test_an_unknown_option_gets_the_nearest_name():
         ({"precision": "bf-16"}, "did you mean 'bf16'?"),
         ({"precision": "int8"}, "use one of ['fp32', 'bf16', 'fp16'] or a zeor.Precision"),
         ({"reduction": "means"}, "did you mean 'mean'?"),
+        ({"offload": "cpu"}, "did you mean 'host'?"),
         ({"kernel": "triton"}, "use one of ['auto', 'stock']"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"timeout": 0}, "timeout=0"),

@@ -29,11 +29,11 @@ BY_AUTO = "names a place, but auto=True places moments and master by what is fre
 OFFLOADS: list[tuple[dict[str, Any], str]] = [
     (
         {"moments": "hos"},
-        "Offload.moments='hos': 'hos' is not a tier, did you mean 'host'?; use one of ['device', 'host', 'disk'].",
+        "Offload.moments='hos': 'hos' is not a tier (did you mean 'host'?); use one of ['device', 'host', 'disk'].",
     ),
     (
         {"grads": {"device": 0.5, "dsk": 0.5}},
-        "Offload.grads={'device': 0.5, 'dsk': 0.5}: 'dsk' is not a tier, did you mean 'disk'?; use one of ['device', "
+        "Offload.grads={'device': 0.5, 'dsk': 0.5}: 'dsk' is not a tier (did you mean 'disk'?); use one of ['device', "
         "'host', 'disk'].",
     ),
     ({"master": "gpu"}, "Offload.master='gpu': 'gpu' is not a tier; use one of ['device', 'host', 'disk']."),
@@ -56,7 +56,7 @@ OFFLOADS: list[tuple[dict[str, Any], str]] = [
         {"grads": {"device": 0.5, "disk": 0.5}},
         NEEDS_A_FOLDER,
     ),
-    ({"update": "hots"}, "Offload.update='hots' is not known, did you mean 'host'?; use one of ['device', 'host']."),
+    ({"update": "hots"}, "Offload.update='hots' is not known (did you mean 'host'?); use one of ['device', 'host']."),
     (
         {"device_budget": "40 gigs"},
         "Offload.device_budget='40 gigs'; give bytes, as a number or as text such as '40GiB'.",
@@ -72,11 +72,11 @@ OFFLOADS: list[tuple[dict[str, Any], str]] = [
             f"Offload.moments={value!r}: {tier!r} is not a tier{hint}; use one of ['device', 'host', 'disk'].",
         )
         for value, tier, hint in [
-            (["host"], ["host"], ", did you mean 'host'?"),
-            (("host",), ("host",), ", did you mean 'host'?"),
+            (["host"], ["host"], " (did you mean 'host'?)"),
+            (("host",), ("host",), " (did you mean 'host'?)"),
             (("hi",), ("hi",), ""),
             (({}, 1), ({}, 1), ""),
-            (((["host"], 1.0),), ["host"], ", did you mean 'host'?"),
+            (((["host"], 1.0),), ["host"], " (did you mean 'host'?)"),
             ({3: 1.0}, 3, ""),
         ]
     ],
@@ -136,10 +136,10 @@ HOST_ALONE = (
 PLANS: list[tuple[dict[str, Any], str]] = [
     (
         {"offload": "hosts"},
-        "offload='hosts' is not known, did you mean 'host'?; use 'host', 'disk', 'auto', a zeor.Offload, or None.",
+        "offload='hosts' is not known (did you mean 'host'?); use 'host', 'disk', 'auto', a zeor.Offload, or None.",
     ),
     ({"offload": 3}, "offload=3 is not known; use 'host', 'disk', 'auto', a zeor.Offload, or None."),
-    ({"moments": "int4"}, "moments='int4' is not known, did you mean 'int8'?; use one of ['exact', 'bf16', 'int8']."),
+    ({"moments": "int4"}, "moments='int4' is not known (did you mean 'int8'?); use one of ['exact', 'bf16', 'int8']."),
     ({"release": "yes"}, "release='yes'; give True or False."),
     ({"delay": 2}, "delay=2; an update is applied at once (0) or one step late (1)."),
     ({"delay": True}, "delay=True; an update is applied at once (0) or one step late (1)."),
@@ -192,9 +192,9 @@ def test_a_plan_that_cannot_be_is_refused_in_a_sentence(options, sentence):
 
 
 def test_a_field_that_is_not_there_is_named_with_the_nearest():
-    with pytest.raises(TypeError, match=r"^zeor.Offload has no field 'momments', did you mean 'moments'\?\.$"):
+    with pytest.raises(TypeError, match=r"^zeor.Offload has no field 'momments' \(did you mean 'moments'\?\)\.$"):
         Plan.parse({"offload": {"momments": "host"}})
-    with pytest.raises(TypeError, match=r"^zeor has no option 'offlod', did you mean 'offload'\?\.$"):
+    with pytest.raises(TypeError, match=r"^zeor has no option 'offlod' \(did you mean 'offload'\?\)\.$"):
         Plan.parse({"offlod": "host"})
 
 

@@ -51,8 +51,10 @@ class Precision:
             return value
         if value is None:
             return Precision()
-        if value == "fp32":
+        if value in ("fp32", torch.float32):
             return Precision(compute=torch.float32)
+        if value in _HALF.values():
+            return Precision(compute=value)  # type: ignore[arg-type]
         if value in _HALF:
             return Precision(compute=_HALF[value])
         known = ["fp32", *_HALF]
@@ -161,8 +163,9 @@ class Offload:
             return Offload(auto=True)
         if value == "disk":
             return Offload("disk", "disk", folder=default_folder())
+        meant = "host" if value == "cpu" else str(value)  # as FSDP and DeepSpeed call it
         raise ValueError(
-            f"offload={value!r} is not known{nearest(str(value), ['host', 'disk', 'auto'])}; use 'host', 'disk', "
+            f"offload={value!r} is not known{nearest(meant, ['host', 'disk', 'auto'])}; use 'host', 'disk', "
             "'auto', a zeor.Offload, or None."
         )
 
@@ -342,9 +345,10 @@ class Plan:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """ ", did you mean 'x'?" or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    """ " (did you mean 'x'?)" or nothing; the same letters in another case come first."""
+    by_small = {word.lower(): word for word in known}
+    close = difflib.get_close_matches(name.lower(), by_small, n=1)
+    return f" (did you mean {by_small[close[0]]!r}?)" if close else ""
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

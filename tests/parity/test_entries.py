@@ -229,8 +229,8 @@ class Streamer(Mlp):
 @pytest.mark.parametrize(
     ("methods", "sentence"),
     [
-        ("encod", r"Coder has no method 'encod', did you mean 'encode'\?"),
-        (["encodr.forward"], r"no module 'encodr', did you mean 'encoder'\?"),
+        ("encod", r"Coder has no method 'encod' \(did you mean 'encode'\?\)"),
+        (["encodr.forward"], r"no module 'encodr' \(did you mean 'encoder'\?\)"),
         (["forward"], "an entry already"),
         (["encoder"], r"is a module; to call it by itself name 'encoder.forward'"),
     ],

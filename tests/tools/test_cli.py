@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -237,3 +239,16 @@ def test_progress_in_a_log_is_a_line_now_and_then() -> None:
 
 def test_resident_memory_is_known_here() -> None:
     assert show.resident_nbytes() > 1e6
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    """As `zeor schedule | head -1` does: the pipe is closed before everything is written."""
+    script = "import sys; from zeor.tools import cli; sys.exit(cli.main(['schedule', '--layers', '400']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("forward enter")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

@@ -5,6 +5,7 @@ Thin: they find out what belongs to the run and hand over to save.py and load.py
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
@@ -20,6 +21,8 @@ from zeor.checkpoint.save import Run
 from zeor.checkpoint.urls import Place, place_of, shown
 from zeor.runtime import events
 from zeor.runtime.sharded import ATTRIBUTE
+
+log = logging.getLogger("zeor")
 
 
 @overload
@@ -154,7 +157,10 @@ def load(
     with lost_peers(run.mesh, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
         all_there(run.mesh, "zeor.load")
         saver_of(run).settle()  # what is being written may be the latest
-        return loading.load(run, place_of(folder), extra, data, strict)
+        loaded = loading.load(run, place_of(folder), extra, data, strict)
+    if run.mesh.rank == 0:
+        log.info("loaded step %d from %s, written by %d rank(s)", loaded.step, shown(str(loaded.path)), loaded.world)
+    return loaded
 
 
 def _refuse_where_ranks_have_left(run: Run, what: str) -> None:

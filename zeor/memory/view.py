@@ -17,11 +17,13 @@ A view never needs a gradient. The parameter itself is no view: see param.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -189,7 +191,21 @@ class View(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         # Only C++ code that never asked __torch_function__ gets here, with a view it cannot use.
         views = [v for v in tree_leaves((args, kwargs)) if isinstance(v, View)]
+        if _inside_ddp():
+            raise RuntimeError(
+                "The model is sharded by zeor, so it is data-parallel already; drop DistributedDataParallel."
+            )
         raise RuntimeError(f"{func} was called on {views[0]!r}; use `with zeor.full_params(model):` around it.")
+
+
+def _inside_ddp() -> bool:
+    """A DistributedDataParallel is being made around the model."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is DistributedDataParallel.__init__.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _is_own(args: tuple) -> bool:

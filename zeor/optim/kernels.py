@@ -130,7 +130,7 @@ def unavailable_reason(device: torch.device) -> str | None:
     """None where the passes run on this device, else why not. The first call makes a trial launch."""
     # Triton also runs on other kinds of device; the passes were only ever tried on this one.
     if device.type != "cuda":
-        return f"the passes need a CUDA device, not {device.type}"
+        return f"zeor's one-pass update needs a CUDA device, not {device.type}"
     if not torch.accelerator.is_available():
         return "there is no accelerator on this machine"
     try:

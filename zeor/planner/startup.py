@@ -37,7 +37,7 @@ def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer], no
     log.info("per rank: %s", _bytes(model, engine, optimizers))
     for optimizer in optimizers[:1]:
         reason, name = why_not(engine, optimizer), type(optimizer).__name__
-        log.info("%s by %s", name, f"the stock step ({reason})" if reason else "the one-pass kernel")
+        log.info("%s by %s", name, f"torch's own step ({reason})" if reason else "zeor's one-pass kernel")
 
 
 def make_visible() -> None:

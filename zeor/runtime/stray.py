@@ -67,7 +67,9 @@ def _advice(root: nn.Module | None) -> str:
     names = {} if root is None else {id(module): name for name, module in root.named_modules()}
     found, frame = None, sys._getframe(1)
     while frame is not None:
-        owner, method = frame.f_locals.get("self"), frame.f_code.co_name
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        method = code.co_name
         if id(owner) in names and _is_method(owner, method):
             found = f"{names[id(owner)]}.{method}" if names[id(owner)] else method
         frame = frame.f_back  # type: ignore[assignment]

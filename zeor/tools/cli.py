@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"zeor {options.command}: interrupted.", file=sys.stderr)
         return EXIT_CODE
+    except BrokenPipeError:  # whoever reads the output (head, a pager) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
+        return 0
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
