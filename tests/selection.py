@@ -3,10 +3,14 @@
 By file and test, how many cases stay, spread evenly over the list, the first and the last among them; 0: none. Each is
 here because its cases differ in one value of a list (a stage, an optimizer, a kind of loop) and together took more than
 ten seconds; what they hold is held by others, or by those that stay. Chosen from `--durations=0`.
+
+Of other tests that run on ranks once for each of the four stages, two stages stay: 1 and 3, or 0 and 2, as a hash of
+the test's name says, so that tests beside each other take different ones.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -85,12 +89,31 @@ def kept(count: int, total: int) -> set[int]:
     return {round(number * (total - 1) / (count - 1)) for number in range(count)}
 
 
+def kept_stages(name: str) -> set[int]:
+    """Of a test that is run at every stage."""
+    return {0, 2} if zlib.crc32(name.encode()) % 3 == 0 else {1, 3}
+
+
+def leave_stages(items: Iterable[pytest.Item]) -> None:
+    """Mark as whole the stages that do not stay, where a test on ranks runs at all four."""
+    by_rest: dict[tuple[str, str], dict[int, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        params = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        stage = params.pop("stage", None)
+        on_ranks = "ranks" in getattr(item, "fixturenames", ())
+        if type(stage) is int and on_ranks and not item.get_closest_marker("whole"):
+            by_rest[item.nodeid.partition("[")[0], repr(params)][stage] = item
+    for (name, _), cases in by_rest.items():
+        if set(cases) == {0, 1, 2, 3}:
+            for stage in set(cases) - kept_stages(name):
+                cases[stage].add_marker(pytest.mark.whole)
+
+
 def leave_to_test_all(items: Iterable[pytest.Item]) -> None:
     """Mark as whole what does not stay."""
     cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        name = name.partition("[")[0]
+        file, name = _place(item)
         if name in SOME.get(file, ()) and not item.get_closest_marker("whole"):
             cases[file, name].append(item)
     for (file, name), members in cases.items():
@@ -98,3 +121,10 @@ def leave_to_test_all(items: Iterable[pytest.Item]) -> None:
         for number, item in enumerate(members):
             if number not in stay:
                 item.add_marker(pytest.mark.whole)
+    leave_stages(item for item in items if _place(item) not in cases)
+
+
+def _place(item: pytest.Item) -> tuple[str, str]:
+    """File and name of a test, as in the table."""
+    file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+    return file, name.partition("[")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import SOME, kept
+from tests.selection import SOME, kept, kept_stages
 
 TESTS = Path(__file__).parent
 
@@ -30,3 +30,10 @@ def test_cases_that_stay_are_spread_evenly():
 def test_every_test_of_the_table_exists(file):
     names = {node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert set(SOME[file]) <= names
+
+
+def test_both_pairs_of_stages_stay_somewhere():
+    names = [f"tests/some/test_file.py::test_{number}" for number in range(60)]
+    pairs = [kept_stages(name) for name in names]
+    assert {frozenset(pair) for pair in pairs} == {frozenset({1, 3}), frozenset({0, 2})}
+    assert 10 <= sum(pair == {0, 2} for pair in pairs) <= 30
