@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def training(folder: Path, ranks: int, *more: str) -> Iterator[tuple[subprocess.
         )  # fmt: skip
     try:
         waited_until = time.monotonic() + 120
-        while "grad_norm" not in shown.read_text():
+        while not re.search(r"^step .*grad_norm", shown.read_text(), re.MULTILINE):  # the legend says the word before
             assert process.poll() is None and time.monotonic() < waited_until, shown.read_text()
             time.sleep(0.1)
         yield process, shown
