@@ -16,6 +16,7 @@ from zeor.checkpoint.blocks import BlockReader
 from zeor.checkpoint.errors import CheckpointError
 from zeor.checkpoint.manifest import FileInfo, digest
 from zeor.checkpoint.training import load, save
+from zeor.memory.buffers import lasting
 
 
 def test_extras_whose_names_meet_come_back_each_as_it_was(tmp_path: Path) -> None:
@@ -59,11 +60,15 @@ def test_a_tied_parameter_loads_into_two_that_are_not_tied(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "ranges", [[(0, 20000), (0, 20000)], [(0, 9000), (100, 20000), (4096, 8192)], [(5, 5), (3, 4)]]
 )
-def test_ranges_that_meet_are_all_filled(tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("aligned", [True, False], ids=["in pages of their own", "anywhere"])
+def test_ranges_that_meet_are_all_filled(tmp_path: Path, ranges: list[tuple[int, int]], aligned: bool) -> None:
     data = bytes(i % 251 for i in range(20000))
     (tmp_path / "file").write_bytes(data)
     blocks = [digest(data[i : i + 4096]) for i in range(0, len(data), 4096)]
+    lasting_bytes = [lasting(20480, torch.uint8, torch.device("cpu")) for _ in ranges]
     into = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in ranges]
+    if aligned:  # lying there as they do in the file, so that pages are read to where they stay
+        into = [memory[begin:end] for memory, (begin, end) in zip(lasting_bytes, ranges)]
     with BlockReader(tmp_path / "file", FileInfo("file", len(data), blocks), 4096) as reader:
         reader.fill([(begin, end, each) for (begin, end), each in zip(ranges, into)])
         assert sum(reader.verify()) == len(data)

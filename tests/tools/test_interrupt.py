@@ -34,7 +34,7 @@ def training(folder: Path, ranks: int, *more: str) -> Iterator[tuple[subprocess.
         )  # fmt: skip
     try:
         waited_until = time.monotonic() + 120
-        while not re.search(r"^step .*grad_norm", shown.read_text(), re.MULTILINE):  # the legend says the word before
+        while not re.search(r"grad_norm [0-9]", shown.read_text()):  # the legend says the word alone before
             assert process.poll() is None and time.monotonic() < waited_until, shown.read_text()
             time.sleep(0.1)
         yield process, shown

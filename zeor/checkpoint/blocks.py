@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +156,20 @@ class BlockReader:
 
 def _parts(nbytes: int, targets: Sequence[Target], through: Bytes) -> tuple[list[Bytes], list[Target]]:
     """Memory that takes a block, part by part, and what must be copied from `through` afterwards. Whole pages that lie
-    in a target as they lie in the block go there at once."""
+    in a target as they lie in the block go there at once. Where two targets want the same bytes nothing does: what goes
+    to one is not in `through` for the other."""
+    ordered = sorted(targets, key=lambda target: target[0])
+    if any(later[0] < at + len(into) for (at, into), later in pairwise(ordered)):
+        return [through[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES]], [target for target in ordered if len(target[1])]
     parts: list[Bytes] = []
     copies: list[Target] = []
     done = 0  # bytes of the block that have a place
-    for at, into in sorted(targets, key=lambda target: target[0]):
+    for at, into in ordered:
         if not isinstance(into, np.ndarray):
             copies.append((at, into))
             continue
         begin, end = -(-at // PAGE_NBYTES) * PAGE_NBYTES, (at + len(into)) // PAGE_NBYTES * PAGE_NBYTES
-        if begin >= end or begin < done or (address_of(into) - at) % PAGE_NBYTES:
+        if begin >= end or (address_of(into) - at) % PAGE_NBYTES:
             copies.append((at, into))
             continue
         if begin > done:
