@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import zeor
 from tests import loops
+from zeor.runtime.sharded import state_of
 
 MB = 1 << 20
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
@@ -178,3 +179,140 @@ def after_an_exception(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_that_raised_leaves_nothing_either(ranks, stage):
     ranks(after_an_exception, 2, stage)
+
+
+class Keeps(nn.Module):
+    """A model that keeps a tensor of the graph it has made, as auxiliary losses are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.kept = x.square().mean()
+        return x
+
+
+def kept_graphs(build: Callable[[nn.Module], Pair]) -> None:
+    """The last gradients are not set to None either: a plain parameter holds them where Python cannot look."""
+    model, optimizer = build(Keeps())
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 8)).sum() + model.kept).backward()
+        optimizer.step()
+    refs = [weakref.ref(thing) for thing in (optimizer, *model.modules(), *model.parameters())]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in refs if ref() is not None] == []
+
+
+@pytest.mark.parametrize("build", [by_shard(0), by_shard(3), by_drop_in], ids=["0", "3", "drop-in"])
+def test_a_model_that_keeps_its_graph_and_gradients_goes_when_it_is_dropped(ranks, build):
+    ranks(kept_graphs, 2, build)
+
+
+def orphans(stage: int) -> tuple[str, str]:
+    """What is left of a model that is gone says so; it does not fail elsewhere."""
+    model, optimizer = by_shard(stage)(Keeps())
+    model(torch.ones(2, 8)).sum().backward()
+    weight, grad = model.layers[0].weight, model.layers[0].weight.grad
+    del model, optimizer
+    gc.collect()
+    texts = []
+    for read in (lambda: weight.grad, lambda: grad.norm()):
+        with pytest.raises(RuntimeError) as error:
+            read()
+        texts.append(str(error.value))
+    return texts[0], texts[1]
+
+
+def test_parameters_and_gradients_that_outlive_their_model_say_so(ranks):
+    for of_weight, of_grad in ranks(orphans, 2, 3):
+        assert "this parameter belongs to is gone" in of_weight and "this gradient belongs to is gone" in of_grad
+
+
+class Mark:
+    """Lives as long as the node of autograd that holds it."""
+
+
+class Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Mark) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Cached(nn.Module):
+    """Blocks that take two tensors, and a cache in which each leaves what the later ones may read."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, first: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(self.linear(x).tanh())
+            return x + cache[-1] + first
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(self.Block() for _ in range(layers))
+        self.present: list[int] = []  # units gathered whenever the gradient of a block's output arrives
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        cache: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, first, cache)
+            x.register_hook(lambda grad: self.present.append(sum(unit.present for unit in state_of(self).engine.units)))
+        return x
+
+
+def forgotten_forwards(stage: int) -> None:
+    """Python's collector is off: a graph that nobody holds is gone at once, and not when it comes."""
+    model = Cached(3)
+    zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+
+    def graph(backward: bool) -> weakref.ref:
+        mark = Mark()
+        loss = model(Marked.apply(torch.ones(2, 8, requires_grad=True), mark)).sum()
+        if backward:
+            loss.backward()
+        return weakref.ref(mark)
+
+    gc.disable()
+    try:
+        for backward in (False, True, True):
+            assert graph(backward)() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_graph_that_is_dropped_is_gone_at_once(ranks, stage):
+    ranks(forgotten_forwards, 2, stage)
+
+
+def gathered_in_backward() -> list[int]:
+    model = Cached(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, stage=3, keep_whole=0)
+    for _ in range(2):
+        model.present.clear()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.present
+
+
+def test_a_cache_that_units_share_keeps_no_unit_gathered(ranks):
+    """The root, the unit at work, the one prefetched and the one whose gradients are still to come: not all seven."""
+    for present in ranks(gathered_in_backward, 2):
+        assert len(present) == 6 and max(present) <= 4, present

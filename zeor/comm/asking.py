@@ -28,7 +28,7 @@ class Asker:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self._asked: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._silent = False
         threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="zeor-store").start()
 
@@ -44,6 +44,10 @@ class Asker:
             self._silent = True
             raise SilentStore(_silence(seconds)) from None
 
+    def leave(self) -> None:
+        """No question comes any more: let the thread end."""
+        self._asked.put(None)
+
 
 def _silence(seconds: float) -> str:
     return (
@@ -53,20 +57,24 @@ def _silence(seconds: float) -> str:
 
 
 def _answer(asked: queue.SimpleQueue) -> None:
-    while True:
-        answer, question = asked.get()
+    while (pair := asked.get()) is not None:
+        answer, question = pair
         try:
             answer.set_result(question())
         except BaseException as error:  # whatever it is, it belongs to the one who asked
             answer.set_exception(error)
+        del pair, answer, question  # or they would live until the next question
 
 
-_askers: dict[int, Asker] = {}  # by the store; one per process group that was ever made
+_asker: Asker | None = None  # of the default process group that was last asked for
 
 
 def asker() -> Asker:
     """Of the store that the default process group was made with."""
+    global _asker
     store = dist.distributed_c10d._get_default_store()
-    if id(store) not in _askers:
-        _askers[id(store)] = Asker(store)  # which keeps the store, so that the number stays its own
-    return _askers[id(store)]
+    if _asker is None or _asker.store is not store:
+        if _asker is not None:
+            _asker.leave()
+        _asker = Asker(store)
+    return _asker

@@ -24,6 +24,7 @@ is counted, and its memory stays (Note [Lent] in buffers.py).
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +39,22 @@ _data: Any = torch.Tensor.data
 _flag: Any = torch.Tensor.requires_grad
 _native = torch._C.DisableTorchFunctionSubclass
 
-ATTRIBUTE = "_zeor_slot"  # of a parameter that is sharded: its Held
+# Of a parameter that is sharded: a weak reference to its Held. Graphs hold parameters, models may hold graphs, and
+# Python's collector does not see through autograd's nodes: a parameter that held its model would keep it for ever.
+_ATTRIBUTE = "_zeor_held"
 
 
 class Sharded:
     """What both classes of parameters answer by themselves. See Note [One object]."""
 
-    _zeor_slot: Held
+    @property
+    def _zeor_slot(self) -> Held:
+        held: Held | None = vars(self)[_ATTRIBUTE]()
+        if held is None:
+            raise RuntimeError(
+                "The sharded model that this parameter belongs to is gone; keep the model while you use its parameters."
+            )
+        return held
 
     @property
     def grad(self) -> Tensor | None:
@@ -188,10 +198,24 @@ def classes_of(kind: type) -> tuple[type, type]:
     return whole, away
 
 
+def held_of(tensor: Tensor) -> Held | None:
+    """What stands behind a sharded parameter; None for any other tensor."""
+    ref = vars(tensor).get(_ATTRIBUTE)
+    return None if ref is None else ref()  # type: ignore[no-any-return]
+
+
+def hand_to(param: nn.Parameter, held: Held | None) -> None:
+    """From now on the parameter asks `held`; None: nobody, it is plain again. The caller keeps `held` alive."""
+    if held is None:
+        vars(param).pop(_ATTRIBUTE, None)
+    else:
+        vars(param)[_ATTRIBUTE] = weakref.ref(held)
+
+
 def own_dtype(tensor: Tensor) -> torch.dtype:
     """As the user gave it: a sharded parameter has the dtype that it computes in."""
-    slot = vars(tensor).get(ATTRIBUTE) if isinstance(tensor, Sharded) else None
-    return tensor.dtype if slot is None else slot.dtype  # type: ignore[no-any-return]
+    held = held_of(tensor) if isinstance(tensor, Sharded) else None
+    return tensor.dtype if held is None else held.dtype
 
 
 def plain_data(param: nn.Parameter) -> Tensor:

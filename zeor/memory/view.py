@@ -18,6 +18,7 @@ A view never needs a gradient. The parameter itself is no view: see param.py.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -102,7 +103,7 @@ class Held:
 class View(torch.Tensor):
     """A gradient of which this rank holds a part, or a parameter's values that are away. See the module's docstring."""
 
-    _held: Held
+    _behind: weakref.ref[Held]  # weak: a plain parameter holds its gradient where Python's collector does not look
     _of_grad: bool
     _device: torch.device
 
@@ -111,11 +112,21 @@ class View(torch.Tensor):
         # To C++ a parameter's values are on the meta device: `other.data = view`, which asks no Python, is refused.
         place = like.device if of_grad else torch.device("meta")
         view = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype or like.dtype, device=place)
-        view._held, view._of_grad, view._device = held, of_grad, like.device
+        view._behind, view._of_grad, view._device = weakref.ref(held), of_grad, like.device
         return view
 
     def __init__(self, like: Tensor, held: Held, of_grad: bool, dtype: torch.dtype | None = None):
         pass
+
+    @property
+    def _held(self) -> Held:
+        held = self._behind()
+        if held is None:
+            raise RuntimeError(
+                "The sharded model or optimizer that this gradient belongs to is gone; keep it while you use its "
+                "gradients."
+            )
+        return held
 
     def value(self) -> Tensor:
         """The full value, a plain tensor that needs no gradient; RuntimeError where it is not on this rank."""

@@ -1,8 +1,8 @@
 """An optimizer that zeor does not drive must not step on sharded parameters.
 
 It would change this rank's copy of the weights, by this rank's gradients, past the masters: nothing would fail, and
-the ranks would train different models. Parameters say that they are sharded (the attribute `MARK` holds their Slot),
-and torch calls one hook before every step of every optimizer: `watch_steps` installs it, once per process.
+the ranks would train different models. Parameters know that they are sharded, and torch calls one hook before every
+step of every optimizer: `watch_steps` installs it, once per process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zeor.memory.param import ATTRIBUTE
+from zeor.memory.param import held_of
+from zeor.runtime.unit import Slot
 
-MARK = ATTRIBUTE  # on every parameter of a sharded model: its Slot
 driven: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that a stepper drives
 _watching: list[RemovableHandle] = []
 
@@ -36,8 +36,8 @@ def refuse_stranger(optimizer: Optimizer) -> None:
     """RuntimeError where an optimizer holds parameters of a sharded model whose engine does not know it."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            slot = getattr(param, MARK, None)
-            if slot is not None and not any(known is optimizer for known in slot.engine.optimizers):
+            slot = held_of(param)
+            if isinstance(slot, Slot) and not any(known is optimizer for known in slot.engine.optimizers):
                 name = type(optimizer).__name__
                 raise RuntimeError(
                     f"{name}.step() was called on parameter {slot.name!r} of a sharded model, but this {name} was "

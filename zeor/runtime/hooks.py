@@ -45,32 +45,66 @@ from zeor.runtime.unit import Slot, Unit
 
 
 class Call:
-    """One call of a unit in forward, as backward sees it."""
+    """One call of a unit in forward, as backward sees it.
 
-    def __init__(self, unit: Unit, closes: bool):
-        self.unit, self.closes, self.is_open = unit, closes, False
+    Note [What a hook on a graph may hold]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Python's collector does not see through autograd's nodes: what reaches its own node again is never freed.
+    1. No model: it may keep a tensor of the graph itself (an auxiliary loss as attribute). So a call knows its engine
+       by a weak reference.
+    2. No node that is computed from its own. So the hooks on inputs count and hold no node. How many of them this
+       backward will reach is asked by the hooks on outputs, which hold the inputs' nodes: the way the graph goes
+       anyway. (torch.autograd.graph.register_multi_grad_hook holds all nodes from each.)
+    """
+
+    def __init__(self, engine: Engine, unit: Unit, inputs: int):
+        self._engine, self._unit = weakref.ref(engine), unit.index
+        self._is_open, self._closes = False, inputs > 0
         self.inputs: set[int] = set()  # ids of the tensors whose memory it was handed
+        self._expected, self._arrived = inputs, 0  # inputs whose gradients this backward computes; those that came
 
-    def listen(self, output: Tensor, engine: Engine) -> None:
-        """Open when the gradient of an output arrives. What changes an output that is a view in place (a ReLU
-        behind a Linear over sequences) cuts its hook off, but not that of the tensor it is a view of."""
-        output.register_hook(lambda grad: self.open(engine))
+    def hear(self, inputs: list[Tensor]) -> None:
+        """Close when the gradients of the inputs are there."""
+        for tensor in inputs:
+            tensor.register_hook(lambda grad: self.arrive())
+
+    def listen(self, output: Tensor, ends: list[Any]) -> None:
+        """Open when the gradient of an output arrives; `ends` are the nodes of the inputs. What changes an output that
+        is a view in place (a ReLU behind a Linear over sequences) cuts its hook off, but not that of the tensor it is a
+        view of."""
+        output.register_hook(lambda grad: self.open(ends))
         base = output._base
         if base is not None and base.requires_grad and id(base) not in self.inputs:
-            base.register_hook(lambda grad: None if self.is_open else self.open(engine))
+            base.register_hook(lambda grad: None if self._is_open else self.open(ends))
 
-    def open(self, engine: Engine) -> None:
-        if not self.is_open:
-            self.is_open = True
-            self.unit.open_calls += self.closes
-            self.unit.endless_calls += not self.closes
-        engine.backward.enter(self.unit)
+    def open(self, ends: Sequence[Any] = ()) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        unit = engine.units[self._unit]
+        if not self._is_open:
+            self._is_open, self._arrived = True, 0
+            if len(ends) > 1:
+                self._expected = sum(map(torch._C._will_engine_execute_node, ends))
+                self._closes = self._expected > 0
+            unit.open_calls += self._closes
+            unit.endless_calls += not self._closes
+        engine.backward.enter(unit)
 
-    def close(self, engine: Engine) -> None:
-        if self.is_open:
-            self.is_open = False
-            self.unit.open_calls -= 1
-        engine.backward.exit(self.unit)
+    def arrive(self) -> None:
+        """The gradient of an input is there."""
+        self._arrived += 1
+        engine = self._engine()
+        if self._arrived < self._expected or engine is None:
+            return
+        unit = engine.units[self._unit]
+        if self._is_open:
+            self._is_open = False
+            unit.open_calls -= self._closes
+        engine.backward.exit(unit)
+
+
+_Begun = tuple[Call, list[Any]]  # and the nodes of its inputs
 
 
 class Hooks:
@@ -79,7 +113,7 @@ class Hooks:
 
     def __init__(self, engine: Engine, entries: Sequence[Entry] = ()):
         self._engine, self._handles = engine, []
-        self._calls: list[Call | None] = []
+        self._calls: list[_Begun | None] = []  # of the units whose forward is running; None: without gradients
         self._warned_autocast = False
         self._paused: list[tuple[MutableMapping, Any, Any]] = []
         self._methods: list[tuple[dict[str, Any], str]] = []  # where a method of the user's was put behind another
@@ -154,7 +188,7 @@ class Hooks:
             @torch._dynamo.disable
             def always(module: nn.Module, args: tuple, output: Any) -> None:
                 if unit.is_root and self._entry is None:
-                    self._engine.forward.recover()  # where forward raised, `after` did not run
+                    self._recover()
                 self._stop_saving(unit)
 
             self._handles.append(module.register_forward_hook(always, always_call=True))
@@ -262,7 +296,7 @@ class Hooks:
     def _leave_entry(self) -> None:
         self._entry = None
         self._stop_saving(self._engine.units[0])
-        self._engine.forward.recover()  # nothing to do unless the method raised
+        self._recover()
 
     # ---- forward
 
@@ -281,26 +315,24 @@ class Hooks:
             )
         if unit.is_root and DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp()
-        if unit.is_root:
-            self._calls.clear()  # an earlier forward may have raised half-way
-            self._casts.clear()
-            if grad:
-                engine.first_batch.note((args, kwargs))
+        if unit.is_root and grad:
+            engine.first_batch.note((args, kwargs))
         engine.forward.enter(unit, grad, entry)
+        aliases: list[Tensor] = []
         if unit.is_root:
             args, kwargs = self._prepare_root(args, kwargs)
         elif grad:
-            args, kwargs = _aliased(args, kwargs)
-        inputs = _needing_grad((args, kwargs)) if grad else []
-        call = Call(unit, closes=bool(inputs) and not unit.is_root) if grad else None
-        self._calls.append(call)
-        if call is not None:
-            unit.hooked_calls += 1
-            call.inputs = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
-            if call.closes:
-                _when_all(inputs, lambda: call.close(engine))
+            args, kwargs, aliases = _aliased(args, kwargs)
+        self._calls.append(self._begin_call(unit, aliases, _needing_grad((args, kwargs))) if grad else None)
         self._start_saving(unit)
         return args, kwargs
+
+    def _begin_call(self, unit: Unit, aliases: list[Tensor], inputs: list[Tensor]) -> _Begun:
+        unit.hooked_calls += 1
+        call = Call(self._engine, unit, len(aliases))
+        call.inputs = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
+        call.hear(aliases)
+        return call, [tensor.grad_fn for tensor in aliases]
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if unit.is_root and self._entry is not None:
@@ -311,14 +343,21 @@ class Hooks:
         if inside_backward():
             return output
         engine = self._engine
-        call = self._calls.pop() if self._calls else None
+        begun = self._calls.pop() if self._calls else None
         if unit.is_root and unit.frees:
             output = _readable(output)
         engine.forward.exit(unit)
-        if call is not None:
+        if begun is not None:
+            call, ends = begun
             for tensor in _needing_grad(output):
-                call.listen(tensor, engine)
+                call.listen(tensor, ends)
         return output
+
+    def _recover(self) -> None:
+        """The root's forward has ended: where it raised, the hooks after the units' forwards did not run."""
+        self._calls.clear()
+        self._casts.clear()
+        self._engine.forward.recover()
 
     def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
         """See Note [When a unit's backward is over]."""
@@ -326,10 +365,9 @@ class Hooks:
         engine.backward.enter(unit)
         if unit.hooked_calls == 0 and not unit.is_root and torch.is_grad_enabled():
             inputs = _needing_grad((args, kwargs))
-            call = Call(unit, closes=bool(inputs))
-            if inputs:
-                _when_all(inputs, lambda: call.close(engine))
-            call.open(engine)
+            call = Call(engine, unit, len(inputs))
+            call.hear(inputs)
+            call.open()
 
     # ---- the root
 
@@ -397,20 +435,14 @@ def take_off_before_backward(param: nn.Parameter, slot: Slot) -> None:
     param.register_hook(hook)
 
 
-def _when_all(tensors: list[Tensor], then: Callable[[], None]) -> None:
-    """Call once the gradients of all these tensors that this backward computes are there."""
-    if len(tensors) == 1:
-        tensors[0].register_hook(lambda grad: then())
-    else:
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: then())
-
-
-def _aliased(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The same arguments with an alias for each tensor that needs a gradient; what was one object stays one. Nothing
-    but the moment of freeing hangs on an alias, so what is in a list, a dict or an object is handed on as it is: the
-    object is the caller's, and the unit may put something in."""
+def _aliased(args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Tensor]]:
+    """The same arguments with an alias for each tensor that needs a gradient, and these aliases; what was one object
+    stays one. Nothing but the moment of freeing hangs on an alias, so what is in a list, a dict or an object is handed
+    on as it is: the object is the caller's, and the unit may put something in. Nor is it listened to: a cache of keys
+    and values holds those of every unit before, whose gradients come last."""
     aliases: dict[int, Tensor] = {}
-    return _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
+    args, kwargs = _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
+    return args, kwargs, list(aliases.values())
 
 
 def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:

@@ -93,7 +93,7 @@ class _Values(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _full(self, param: nn.Parameter) -> Tensor:
-        slot = vars(param).get(parameters.ATTRIBUTE)
+        slot = parameters.held_of(param)
         if not isinstance(slot, Slot) or slot.engine is not self.engine:
             return param
         if slot.unit is not self._unit:

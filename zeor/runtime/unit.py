@@ -61,7 +61,7 @@ class Slot(Held):
         if hooks:
             # Kept as the very dictionary, so that the user's handles still remove them.
             self._after_grad, self.param._post_accumulate_grad_hooks = hooks, OrderedDict()
-        vars(self.param)[parameters.ATTRIBUTE] = self
+        parameters.hand_to(self.param, self)
         for module, _ in self.owners:
             if isinstance(module, nn.RNNBase):  # its weak references would forbid to give a meta parameter memory
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)
@@ -69,14 +69,14 @@ class Slot(Held):
     def unbind(self, value: Tensor) -> None:
         """A plain parameter with this value, for a while or for good."""
         self.param.__class__ = self.kind
-        vars(self.param).pop(parameters.ATTRIBUTE, None)
+        parameters.hand_to(self.param, None)
         parameters.lay(self.param, value)
 
     def bind_again(self) -> None:
         """After `unbind`: over the lane's memory; the lane gives it its class."""
         parameters.lay(self.param, self.lane.parts[self.index])
         parameters.take_grad(self.param)
-        vars(self.param)[parameters.ATTRIBUTE] = self
+        parameters.hand_to(self.param, self)
 
     def give_back_hooks(self) -> None:
         """The parameter is plain for good: its hooks are torch's business again."""
@@ -96,7 +96,7 @@ class Slot(Held):
 
     @property
     def bound(self) -> bool:
-        return vars(self.param).get(parameters.ATTRIBUTE) is self
+        return parameters.held_of(self.param) is self
 
     # ---- its values
 
