@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zeor
 from tests import loops
+from zeor.runtime.plain_grads import PlainGrads
 
 Values = dict[str, list[float]]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -223,7 +224,8 @@ def compiled(ddp: bool) -> tuple[bool, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loops.train(run_fast, optimizer, range(2), lambda model, step: loops.own_loss(model, step, torch.float32))
-    return optimizer._zeor.engine.given, [str(each.message) for each in caught if "hook" in str(each.message)]
+    given = optimizer._zeor.engine.feature(PlainGrads).given
+    return given, [str(each.message) for each in caught if "hook" in str(each.message)]
 
 
 @pytest.mark.parametrize("ddp", [False, True])

@@ -29,20 +29,24 @@ from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
-from zeor.runtime import events, full, given, meta, module_buffers
+from zeor.runtime import events, full, meta, module_buffers, plain_grads
+from zeor.runtime.build import Builder
 from zeor.runtime.chunked_loss import chunked_cross_entropy
 from zeor.runtime.compiled import compile_in_place, unwrapped
 from zeor.runtime.discover import find_units
 from zeor.runtime.engine import Engine
 from zeor.runtime.entries import find_entries
+from zeor.runtime.freezing import Freezing
 from zeor.runtime.hooks import Hooks
 from zeor.runtime.initialise import init_parameters
 from zeor.runtime.join import join
 from zeor.runtime.keys import lane_key, small_numel
 from zeor.runtime.mean_loss import mean_loss
 from zeor.runtime.meta import on_meta
+from zeor.runtime.module_buffers import ModuleBuffers
 from zeor.runtime.penalty import penalty
 from zeor.runtime.recompute import check_wanted
+from zeor.runtime.release import Release
 from zeor.runtime.sharded import ATTRIBUTE as _ATTRIBUTE
 from zeor.runtime.sharded import Sharded
 from zeor.runtime.sharded import state_of as _state
@@ -139,13 +143,14 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
     ensure_process_group(home.device, plan.timeout)
     the_mesh = make_mesh(mesh, home.device, plan.deterministic, plan.timeout)
     check_model(model, the_mesh.world)
-    if the_mesh.world > 1 and given.around(model.parameters()):
+    if the_mesh.world > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
             "The model is inside a DistributedDataParallel, which would reduce every gradient a second time; delete "
             "that and give zeor.shard the module alone (stage=0 does what DDP does)."
         )
     engine = _build(model, plan, the_mesh, units, optimizers)
     state = Sharded(engine, Hooks(engine, entries))
+    engine.feature(Freezing).watch(state.hooks)
     vars(model)[_ATTRIBUTE] = state
     watch_steps()
     for each in optimizers:
@@ -175,7 +180,7 @@ def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer
             "This model is sharded already; zeor.shard may be called once more only to add its optimizer(s), "
             "and then with the model and the optimizer(s) alone."
         )
-    _compare_optimizers(state.engine.mesh, state.engine, optimizers)
+    _compare_optimizers(state.engine.mesh, state.engine.slots, optimizers)
     state.steppers = [Stepper(state.engine, each) for each in optimizers]
     show_start(model, state.engine, optimizers)
     return model, optimizer
@@ -197,29 +202,29 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     specs = find_units(model, units, small)
     _drop_old_graphs(model)
     engine = Engine(plan, mesh)
-    slots = {spec.name: [Slot(engine, name, p, owners) for name, p, owners in spec.params] for spec in specs}
+    builder = Builder(engine)
+    slots = {spec.name: builder.slots(spec.params) for spec in specs}
     same_everywhere(mesh, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
     same_everywhere(mesh, "models", [_describe(s, spec.name) for spec in specs for s in slots[spec.name]])
-    engine.slots = [slot for spec in specs for slot in slots[spec.name]]
+    engine.slots.extend(slot for spec in specs for slot in slots[spec.name])  # as long as things are checked
     meta.settle(mesh, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
     for each in optimizers:
         check_parameters(engine, each)
-    _compare_optimizers(mesh, engine, optimizers)
+    _compare_optimizers(mesh, engine.slots, optimizers)
     for each in optimizers:
         check_kind(engine, each)
     if mesh.rank == 0:
         make_visible()
     check_disk(engine, engine.slots, optimizers)
-    engine.slots = []
+    engine.slots.clear()
     engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // mesh.world)
     for spec in specs:
-        meta.receive_values(slots[spec.name], mesh.device)
+        meta.receive_values(slots[spec.name], mesh.device, engine.unfilled)
         keys = {slot: lane_key(slot.param, slot.owners, plan.precision, small) for slot in slots[spec.name]}
         engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
     meta.place_buffers(mesh, model, engine.unfilled)
-    engine.ready()
-    engine.watch_buffers(model)
+    builder.finish(model)
     devices.trim_host_memory()
     return engine
 
@@ -237,8 +242,8 @@ def _describe(slot: Slot, unit: str) -> str:
     return f"{slot.name!r}: {slot.shape}, {slot.param.dtype}{trains}, in unit {unit!r}"
 
 
-def _compare_optimizers(mesh: Mesh, engine: Engine, optimizers: list[Optimizer]) -> None:
-    names = {id(slot.param): slot.name for slot in engine.slots}
+def _compare_optimizers(mesh: Mesh, slots: list[Slot], optimizers: list[Optimizer]) -> None:
+    names = {id(slot.param): slot.name for slot in slots}
     lines = []
     for number, optimizer in enumerate(optimizers):
         for position, group in enumerate(optimizer.param_groups):
@@ -257,24 +262,24 @@ def _number(value: Any) -> Any:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward inside keeps this rank's own gradients, summed in fp32 at full size; the next backward outside
     reduces them together with its own. For accumulation over several micro-batches."""
-    engine = _state(model).engine
-    before, engine.sync = engine.sync, False
+    backward = _state(model).engine.backward
+    before, backward.sync = backward.sync, False
     try:
         yield
     finally:
-        engine.sync = before
+        backward.sync = before
 
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """With release=True: a backward inside reduces its gradients and adds them to the slices, without updating; the
     next backward outside updates with the sum. Costs a slice of gradients, where no_sync keeps them whole."""
-    engine = _state(model).engine
-    before, engine.release.keeps = engine.release.keeps, True
+    release = _state(model).engine.feature(Release)
+    before, release.keeps = release.keeps, True
     try:
         yield
     finally:
-        engine.release.keeps = before
+        release.keeps = before
 
 
 @contextmanager
@@ -289,27 +294,27 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         yield model
         return
     engine = state.engine
-    if engine.joining is None:
+    if engine.announcer.block is None:
         attend(engine.mesh, "zeor.full_params")
     if write:
         engine.announce(events.OTHER, "zeor.full_params(write=True)", meets=False)
     else:
         engine.announce(events.FULL, {"grads": grads}, meets=False)
-    values = full.all_values(engine, blank=write)
-    found = full.all_grads(engine) if grads else {}
+    values = full.all_values(engine.units, engine.unfilled, blank=write)
+    found = full.all_grads(engine.units, engine.handed_out) if grads else {}
     state.hooks.pause()
-    shown, state.shown = full.Shown(engine, values, found), True
+    shown, state.shown = full.Shown(values, found), True
     written: dict[Slot, Tensor] = {}
     try:
         yield model
         if write:
-            full.check_unchanged(engine, values)
-            written = full.spread(engine, values)
+            full.check_unchanged(engine.mesh, unwrapped(model), values)
+            written = full.spread(engine.mesh, values)
     finally:
         state.shown = False
         changed = shown.hide()
         state.hooks.resume()
-    full.write_back(engine, written)
+    full.write_back(engine.unfilled, written)
     if changed and not write:
         raise RuntimeError(
             f"Parameter {changed[0]!r} was written inside zeor.full_params, and the change is lost; write inside "
@@ -333,7 +338,7 @@ def clip_grad_norm_(
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for slot in slots:
-        slot.scale_grad(factor)
+        slot.held.scale_grad(factor)
     return total
 
 
@@ -342,7 +347,7 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     state = _state(model)
     engine = state.engine
     engine.announce(events.OTHER, "zeor.unshard")
-    values = full.all_values(engine)
+    values = full.all_values(engine.units, engine.unfilled)
     states = [stepper.whole_state() for stepper in state.steppers]  # all of them before any is changed: one may refuse
     for stepper, whole in zip(state.steppers, states):
         stepper.unshard(whole)
@@ -368,8 +373,8 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
         ensure_process_group(place, plan.timeout)
         the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
     module_buffers.sync_now(the_mesh, model, how)
-    if state is not None and state.engine.buffers is not None:
-        state.engine.buffers.all_same()
+    if state is not None:
+        state.engine.feature(ModuleBuffers).all_same()
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:

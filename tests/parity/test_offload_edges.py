@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeor
+from zeor.runtime.nonfinite import NonFinite
 from zeor.runtime.sharded import state_of
 
 
@@ -74,7 +75,7 @@ def gradients_stay_away() -> list[bool]:
     model(batch(0)).square().mean().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     engine = state_of(model).engine
-    engine.nonfinite._look([slot for slot in engine.slots if slot.lane.grads is not None])
+    engine.feature(NonFinite)._look([slot for slot in engine.slots if slot.lane.grads is not None])
     return [bool(lane.grads.resting) for unit in engine.units for lane in unit.lanes if lane.grads is not None]
 
 

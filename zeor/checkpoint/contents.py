@@ -205,7 +205,7 @@ def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: 
     assert piece.begin is not None
     first, last = piece.begin, piece.begin + piece.value.numel()
     if slot.lane.updates_whole:
-        mine = [s for s in slot.lane.layout.segments(slot.engine.mesh.rank) if s.param == slot.index]
+        mine = [s for s in slot.lane.layout.segments(slot.lane.mesh.rank) if s.param == slot.index]
         if not mine:
             return
         first, last = mine[0].start, mine[0].start + mine[0].numel

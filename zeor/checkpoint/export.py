@@ -234,7 +234,7 @@ def _mesh_of(model: nn.Module | None) -> Mesh:
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
     state = vars(model).get(ATTRIBUTE) if model is not None else None
     if state is not None:
-        if state.engine.joining is not None:
+        if state.engine.announcer.block is not None:
             state.engine.announce(events.OTHER, "zeor.export")
         all_there(state.engine.mesh, "zeor.export")
         return state.engine.mesh

@@ -165,7 +165,7 @@ def load(
 
 def _refuse_where_ranks_have_left(run: Run, what: str) -> None:
     """Inside zeor.join a rank that is out of data cannot come: all are told at once, before any waits for it."""
-    if run.engine.joining is not None:
+    if run.engine.announcer.block is not None:
         run.engine.announce(events.OTHER, what)
 
 

@@ -47,7 +47,10 @@ def attend(mesh: Mesh, what: str, patience: float | None = None) -> None:
         return
     count = _counts[mesh.control] = _counts.get(mesh.control, 0) + 1
     patience = min(PATIENCE_SECONDS, mesh.timeout) if patience is None else patience
-    _Call(mesh, what, count).meet(patience)
+    try:
+        _Call(mesh, what, count).meet(patience)
+    except dist.DistError as error:  # the store has died with the process that held it
+        raise explain(mesh, f"waiting for every rank in {what}", error) from error
 
 
 class _Call:

@@ -50,6 +50,10 @@ class Held:
         """Take this rank's part of a full value: a tensor that can be expanded to the shape, or a number."""
         raise NotImplementedError
 
+    def store(self, value: Tensor) -> None:
+        """The same of a plain tensor of the parameter's own shape."""
+        raise NotImplementedError
+
     def set_requires_grad(self, flag: bool) -> None:
         raise NotImplementedError
 

@@ -24,10 +24,11 @@ from zeor.memory.device import idle_accelerator, one_device
 from zeor.optim.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
+from zeor.runtime.build import Builder
 from zeor.runtime.engine import Engine
-from zeor.runtime.hooks import collect_from, take_off_before_backward
+from zeor.runtime.freezing import Freezing
 from zeor.runtime.keys import lane_key
-from zeor.runtime.unit import Slot
+from zeor.runtime.plain_grads import watch
 from zeor.runtime.wrapped import refuse_sharded
 
 log = logging.getLogger("zeor")
@@ -75,10 +76,10 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     _compare(the_mesh, params)
     engine = Engine(plan, the_mesh, plain=True)
     check_kind(engine, optimizer)
-    _pack(engine, params)
-    engine.ready()
+    builder = Builder(engine)
+    _pack(builder, params)
     stepper = Stepper(engine, optimizer)
-    stepper.enrol = functools.partial(_enrol, weakref.ref(stepper))
+    stepper.enrol = functools.partial(_enrol, weakref.ref(stepper), builder)
     return stepper
 
 
@@ -87,17 +88,20 @@ def _compare(mesh: Mesh, params: Sequence[tuple[str, nn.Parameter]]) -> None:
     same_everywhere(mesh, "optimizers", described)
 
 
-def _pack(engine: Engine, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Parameters into units of the engine; their memory is the lanes' from here on."""
+def _pack(builder: Builder, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Parameters into units of the engine; their memory, and their gradients, are the lanes' from here on."""
+    engine = builder.engine
     for chunk in _chunks(params):
-        slots = [Slot(engine, name, param, ()) for name, param in chunk]
+        slots = builder.slots([(name, param, ()) for name, param in chunk])
         keys = {slot: lane_key(slot.param, (), engine.plan.precision) for slot in slots}
         engine.add_unit(f"parameters {len(engine.units)}", None, slots, keys.__getitem__)
         for slot in slots:
-            _watch(slot)
+            if slot.lane.grads is not None:
+                watch(slot, engine)
+    builder.finish()  # orders of passes are learned anew where there were units before
 
 
-def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
+def _enrol(ref: weakref.ref[Stepper], builder: Builder, groups: list[dict[str, Any]]) -> None:
     """Parameters of new groups that the engine does not know join it; every rank must add them. Everything that may
     be refused is, before anything is changed."""
     stepper = ref()
@@ -114,9 +118,8 @@ def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
     _compare(engine.mesh, new)
     check_kind(engine, optimizer)
     engine.drain()
-    _pack(engine, new)
-    engine.ready()  # orders of passes are learned anew
-    engine.freezing.watch(stepper)
+    _pack(builder, new)
+    engine.feature(Freezing).watch(stepper)
     stepper.segments.slots.update({id(slot.param): slot for slot in engine.slots})
 
 
@@ -137,10 +140,3 @@ def _chunks(params: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[s
             chunk = []
     if chunk:
         yield chunk
-
-
-def _watch(slot: Slot) -> None:
-    """The user's parameter lies over the lane by now: its gradients are the engine's."""
-    if slot.lane.grads is not None:
-        collect_from(slot)
-        take_off_before_backward(slot.param, slot)

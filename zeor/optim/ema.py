@@ -26,6 +26,7 @@ from zeor.comm import verbs
 from zeor.layout import Segment
 from zeor.optim.pieces import Piece
 from zeor.runtime import events
+from zeor.runtime.freezing import Freezing
 from zeor.runtime.lane import Lane
 from zeor.runtime.sharded import Sharded, state_of
 from zeor.runtime.unit import Slot
@@ -69,7 +70,7 @@ class EMA:
         self._of: dict[Lane, Tensor] = {}
         self._inside = False
         self._add(self._engine.slots)
-        self._engine.freezing.watch(self)
+        self._engine.feature(Freezing).watch(self)
         state.averages.add(self)
 
     # ---- averaging
@@ -120,21 +121,21 @@ class EMA:
             raise RuntimeError("ema.applied() was entered inside a forward or backward of the model; enter it outside.")
         engine.announce(events.OTHER, "ema.applied()")
         kept: dict[Lane, Tensor] = {}
-        engine.borrowed_by, self._inside = "ema.applied()", True
+        engine.borrowed.by, self._inside = "ema.applied()", True
         try:
             for lane, flat in self._of.items():
                 kept[lane] = _exchange(lane, flat)
             engine.forget_gathered()
             yield
         finally:
-            engine.borrowed_by, self._inside = None, False
+            engine.borrowed.by, self._inside = None, False
             for lane, values in kept.items():
                 _exchange(lane, values)
             engine.forget_gathered()
 
     def _check_outside(self, what: str) -> None:
-        if self._engine.borrowed_by is not None:
-            inside = self._engine.borrowed_by
+        if self._engine.borrowed.by is not None:
+            inside = self._engine.borrowed.by
             raise RuntimeError(f"ema.{what} was called inside {inside}, where the weights are an average.")
 
     # ---- state

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeor.memory.param import held_of
-from zeor.runtime.unit import Slot
+from zeor.runtime.handle import Handle
 
 driven: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that a stepper drives
 _watching: list[RemovableHandle] = []
@@ -36,10 +36,10 @@ def refuse_stranger(optimizer: Optimizer) -> None:
     """RuntimeError where an optimizer holds parameters of a sharded model whose engine does not know it."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            slot = held_of(param)
-            if isinstance(slot, Slot) and not any(known is optimizer for known in slot.engine.optimizers):
+            held = held_of(param)
+            if isinstance(held, Handle) and not held.knows(optimizer):
                 name = type(optimizer).__name__
                 raise RuntimeError(
-                    f"{name}.step() was called on parameter {slot.name!r} of a sharded model, but this {name} was "
+                    f"{name}.step() was called on parameter {held.name!r} of a sharded model, but this {name} was "
                     "never given to zeor: it would change one rank's copy; give it to zeor.shard(model, optimizer)."
                 )

@@ -101,7 +101,7 @@ def replacements(stepper: Stepper) -> dict[str, Callable[..., Any]]:
 @torch.no_grad()
 def _run_over_masters(stepper: Stepper, name: str, method: Callable[[], Any]) -> Any:
     engine, what = stepper.engine, f"{type(stepper.optimizer).__name__}.{name}()"
-    engine.refuse_if_borrowed(f"{what} was called")
+    engine.borrowed.refuse(f"{what} was called")
     engine.unfilled.check()
     if stepper.owners.rounds and updates_are_cut(engine):
         raise RuntimeError(

@@ -99,7 +99,7 @@ class OwnState(defaultdict):
         if slot is None:
             return super().__missing__(key)
         mine = self._part(slot)
-        return Absent(slot.name, slot.engine.mesh.rank) if mine is None else self[mine]
+        return Absent(slot.name, slot.lane.mesh.rank) if mine is None else self[mine]
 
     def __contains__(self, key: Any) -> bool:
         slot = self._slot(key)
@@ -141,7 +141,7 @@ class OwnState(defaultdict):
         if slot is not None:
             mine = self._part(slot)
             if mine is None or not super().__contains__(mine):
-                return Absent(slot.name, slot.engine.mesh.rank) if default is _NONE else default
+                return Absent(slot.name, slot.lane.mesh.rank) if default is _NONE else default
             key = mine
         return super().pop(key) if default is _NONE else super().pop(key, default)
 

@@ -89,7 +89,7 @@ class Owned:
 
 def _without_memory(slot: Slot) -> Tensor:
     assert slot.lane.master is not None
-    one = torch.zeros((), dtype=slot.lane.master.dtype, device=slot.engine.mesh.device)
+    one = torch.zeros((), dtype=slot.lane.master.dtype, device=slot.lane.mesh.device)
     return one.expand(slot.shape)
 
 

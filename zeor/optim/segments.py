@@ -127,7 +127,7 @@ class Segments:
 
 def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) -> dict[str, Any]:
     """Gather a parameter's element-wise state; ranks without a part learn the rest from those with one."""
-    mesh = slot.engine.mesh
+    mesh = slot.lane.mesh
     numel = segment.numel if segment else 0
     described: dict[str, Any] = {}
     refused = ""
@@ -186,7 +186,7 @@ def _words(value: Any) -> str:
 
 
 def _gather_elements(slot: Slot, everyone: list, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
-    mesh = slot.engine.mesh
+    mesh = slot.lane.mesh
     longest = max(rank[2] for rank in everyone)
     padded = torch.zeros(longest, dtype=dtype, device=mesh.device)
     if mine is not None:

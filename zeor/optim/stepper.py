@@ -35,7 +35,10 @@ from zeor.optim.segments import Segments, master_gradient, settle_scales
 from zeor.optim.streaming import Streaming
 from zeor.runtime import events, settings
 from zeor.runtime.engine import Engine
+from zeor.runtime.freezing import Freezing
 from zeor.runtime.lane import Lane
+from zeor.runtime.nonfinite import NonFinite
+from zeor.runtime.release import Release
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -59,9 +62,9 @@ class Stepper:
         kept.own_state(self)
         self._first = True
         if engine.plan.release:
-            engine.release.updates.append(self._release)
-            engine.release.waits.append(self._has_owners)
-        engine.freezing.watch(self)
+            self._releases.updates.append(self._release)
+            self._releases.waits.append(self._has_owners)
+        engine.feature(Freezing).watch(self)
         engine.optimizers.append(optimizer)
         driven.add(optimizer)
         watch_steps()
@@ -90,14 +93,18 @@ class Stepper:
                 self.segments.make(param)
 
     @property
+    def _releases(self) -> Release:
+        return self.engine.feature(Release)
+
+    @property
     def separable(self) -> bool:
         return self.calls.separable
 
     def unpatch(self) -> None:
         """The optimizer is the user's alone again."""
-        if self._release in self.engine.release.updates:
-            self.engine.release.updates.remove(self._release)
-            self.engine.release.waits.remove(self._has_owners)
+        if self._release in self._releases.updates:
+            self._releases.updates.remove(self._release)
+            self._releases.waits.remove(self._has_owners)
         if self.streaming is not None:
             self.streaming.close()
         self.engine.optimizers.remove(self.optimizer)
@@ -110,7 +117,7 @@ class Stepper:
         loss = None
         kept.heed_new_state(self)
         self.engine.unfilled.check()
-        self.engine.refuse_if_borrowed("step() was called")
+        self.engine.borrowed.refuse("step() was called")
         self._run_hooks("pre")
         if closure is not None:
             with torch.enable_grad():
@@ -118,7 +125,7 @@ class Stepper:
         self.engine.backward.recover()
         self._check_reduced()
         if self.engine.plain:
-            self.engine.heed_plain_grads()
+            self.engine.heed()
         self.engine.begin_step()
         self.engine.mesh.steps += 1
         profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
@@ -127,7 +134,7 @@ class Stepper:
                 self._update_all()
             self.engine.end_step()
             if self.streaming is not None:
-                self.streaming.end_step()
+                self.streaming.step_queued()
         if self._first:
             self._first = False
             trim_host_memory()
@@ -148,7 +155,7 @@ class Stepper:
     def _forbidden(self) -> bool:
         """Gradients are not finite and such steps are to be skipped."""
         if getattr(self.optimizer, "found_inf", None) is not None:
-            if self.engine.release.done:
+            if self._releases.done:
                 raise RuntimeError(
                     "GradScaler scales gradients that release=True has used up inside backward; leave release= out, or "
                     "train in bf16, which needs no scaler."
@@ -156,7 +163,7 @@ class Stepper:
             return False  # GradScaler has looked, and the optimizer heeds it
         slots = [self.segments.slots[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
         held = [slot for slot in slots if slot.lane.grads is None or not slot.lane.grads.released]
-        return self.engine.nonfinite.forbids(held)
+        return self.engine.feature(NonFinite).forbids(held)
 
     def _check_reduced(self) -> None:
         for slot in self.segments.slots.values():
@@ -192,7 +199,7 @@ class Stepper:
             return
         # A unit of both sorts is published once, by its last round.
         last = {member.slot.unit: journey for journey in journeys for member in journey.members}
-        released, changed = self.engine.release.done, []
+        released, changed = self._releases.done, []
         for unit in order:
             if (self._update([unit]) or unit in released or unit in caught) and unit not in last:
                 changed.append(unit)

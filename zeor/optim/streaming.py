@@ -33,6 +33,7 @@ from zeor.optim.segments import Segments
 from zeor.optim.update import Done, Update
 from zeor.optim.windows import Part, Windows, Work
 from zeor.runtime.engine import Engine
+from zeor.runtime.extension import Extension
 from zeor.runtime.lane import Lane
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
@@ -40,7 +41,7 @@ ChunkStep = Callable[[dict[str, Tensor]], None]
 IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds what a slow link can pile up
 
 
-class Streaming:
+class Streaming(Extension):
     def __init__(self, engine: Engine, optimizer: Optimizer, segments: Segments):
         self.engine, self._optimizer, self._segments = engine, optimizer, segments
         plan = engine.plan
@@ -63,7 +64,7 @@ class Streaming:
         if plan.offload is not None and plan.offload.auto:
             self.auto = Auto(engine, self, optimizer, self._chunk_numel)
         self._steps = ChunkSteps(optimizer, self.moments, self._windows.updates)
-        engine.backward.begins.append(self.begin_backward)
+        engine.add_extension(self)
 
     def takes(self, lane: Lane) -> bool:
         """Whether this lane is updated here."""
@@ -270,7 +271,7 @@ class Streaming:
         parts.append(Part("grad", rest, begin - first, end - first, writes=False))
         return parts
 
-    def end_step(self) -> None:
+    def step_queued(self) -> None:
         """Everything of a step is queued. Its updates are done where forward waits for the last: what it computes from
         there on, the loss above all, needs the windows' memory more than they do."""
         last, self._last = self._last, None
@@ -279,7 +280,7 @@ class Streaming:
         if self.auto is not None:
             self.auto.after_step()
 
-    def begin_backward(self) -> None:
+    def grads_begun(self) -> None:
         """The same where forward did not come to the last of them."""
         if not self.engine.plan.delay:
             self._leave()
@@ -291,8 +292,7 @@ class Streaming:
             self._host.leave()
 
     def close(self) -> None:
-        if self.begin_backward in self.engine.backward.begins:
-            self.engine.backward.begins.remove(self.begin_backward)
+        self.engine.remove_extension(self)
         if self._host is not None:
             self._host.close()
         if self._pump is not None:

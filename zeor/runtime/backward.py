@@ -9,38 +9,49 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zeor.memory.param import take_grad
 from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
+from zeor.runtime.events import Announcer
+from zeor.runtime.extension import Extension, overriding
+from zeor.runtime.norms import Norms
 from zeor.runtime.order import Walk
-from zeor.runtime.passes import Passes
+from zeor.runtime.passes import Borrowed, Passes, inside_backward
 from zeor.runtime.reduces import Reducer
 from zeor.runtime.schedule import Action
-from zeor.runtime.stray import inside_backward
 from zeor.runtime.unit import Slot, Unit
-
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
 
 
 class Backward:
-    def __init__(self, engine: Engine, passes: Passes, reducer: Reducer):
-        self._engine, self._passes, self._reducer = engine, passes, reducer
+    """`plain`: parameters are the user's own and no module is hooked, so there is no forward to see."""
+
+    def __init__(
+        self, passes: Passes, reducer: Reducer, norms: Norms, announcer: Announcer, borrowed: Borrowed, plain: bool
+    ):
+        self._passes, self._reducer, self._norms, self._announcer = passes, reducer, norms, announcer
+        self._borrowed, self._plain = borrowed, plain
+        self.sync = True  # False inside no_sync
         self.walk: Walk | None = None
         self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
-        self._sync = True  # this backward reduces
-        self._ranks = engine.mesh.world  # that computed when gradients were last summed
-        self.begins: list[Callable[[], None]] = []  # told that one does
+        self._sync = True  # the one that runs reduces
+        self._ranks = passes.mesh.world  # that computed when gradients were last summed
+        self.extend(())
         self._demanded: list[Unit] = []  # by autograd itself, in this backward: see Note [What autograd saves]
         self._left: set[int] = set()  # units that this backward has put away
         self._again: set[int] = set()  # units that some backward needed again after it had put them away
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self._checks = overriding(extensions, "check_backward")
+        self._says, self._begins = overriding(extensions, "says"), overriding(extensions, "begin_backward")
+        self._begun, self._saw = overriding(extensions, "grads_begun"), overriding(extensions, "saw_input")
+        self._factors, self._there = overriding(extensions, "factor"), overriding(extensions, "grads_there")
+        self._ends, self._abandon = overriding(extensions, "end_backward"), overriding(extensions, "abandon")
 
     @property
     def running(self) -> bool:
@@ -82,53 +93,66 @@ class Backward:
         """Once per backward, from its first event. The end is queued here too: see hooks.py."""
         if self.running:
             return
-        self._engine.refuse_if_borrowed("backward() was called")
+        self._borrowed.refuse("backward() was called")
         self.recover()
-        self._engine.release.check()
-        engine = self._engine
-        mean = engine.counts.begins_mean
-        engine.counts.begin(mean)
-        self._announce(mean)
+        for check in self._checks:
+            check()
+        said: dict[str, Any] = {}
+        for says in self._says:
+            said |= says()
+        for begin in self._begins:
+            begin(said)
+        self._announce(said)
         end = functools.partial(self.end)
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._open(engine.sync)
+        self._open(self.sync)
 
-    def _announce(self, mean: bool) -> None:
-        engine, joining = self._engine, self._engine.joining
-        if joining is not None and joining.left and engine.forward.walk is not None and self._passes.gathers.frees:
+    def _announce(self, said: dict[str, Any]) -> None:
+        announcer, passes = self._announcer, self._passes
+        if announcer.left and passes.forward_walk is not None and passes.gathers.frees:
             raise RuntimeError(
                 "A backward ran inside the model's forward in zeor.join after another rank had run out of data, and a "
                 "rank that only follows cannot know when; give all ranks equally many batches, or use stage 2."
             )
-        meets = engine.sync or self._passes.gathers.frees
-        engine.announce(events.BACKWARD if engine.sync else events.BACKWARD_KEPT, {"mean": mean}, meets)
+        event = events.BACKWARD if self.sync else events.BACKWARD_KEPT
+        announcer.announce(event, said, self.sync or passes.gathers.frees)
 
     def _open(self, sync: bool) -> None:
         """The part of the beginning that a rank which only plays has as well."""
-        passes, engine = self._passes, self._engine
+        passes, announcer = self._passes, self._announcer
         self._sync = sync
         self._demanded, self._left = [], set()
-        left = engine.joining is not None and bool(engine.joining.left)
+        left, playing = bool(announcer.left), announcer.playing
         order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.last))
-        keep_skipped = orders.BACKWARD not in passes.orders.learned and not engine.playing
+        keep_skipped = orders.BACKWARD not in passes.orders.learned and not playing
         self.walk = Walk(passes.gathers, order, keep_skipped, self._reducer.told_count if sync else 0)
-        if left and not engine.playing and (sync or passes.gathers.frees):
-            self.walk.before_ask = functools.partial(engine.announce, events.AGREEMENT)
+        if left and not playing and (sync or passes.gathers.frees):
+            self.walk.before_ask = functools.partial(announcer.announce, events.AGREEMENT)
         # A rank that plays does not keep step with those that compute: nothing may be waited for.
         self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, self._factor())
-        engine.norms.forget_all()
-        engine.begin_grads()
-        for told in self.begins:
-            told()
+        self._norms.forget_all()
+        self._begin_grads()
+        for begun in self._begun:
+            begun()
+
+    def _begin_grads(self) -> None:
+        """What the user still has is added to, the rest is forgotten."""
+        for unit in self._passes.units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.begin([slot.param.grad is not None for slot in unit.slots if slot.lane is lane])
 
     def _factor(self) -> float:
         """By what new gradients are multiplied as ranks add them up. What no_sync has summed before is brought in line
         where other ranks were there then."""
-        engine = self._engine
-        if engine.counts.mean or engine.plan.reduction != "mean":
+        for factor in self._factors:
+            wanted = factor()
+            if wanted is not None:
+                return float(wanted)
+        if self._passes.plan.reduction != "mean":
             return 1.0
-        ranks = engine.mesh.world if engine.joining is None else engine.joining.active
+        ranks = self._announcer.active
         if ranks != self._ranks:
             for grads in (lane.grads for unit in self._passes.units for lane in unit.lanes):
                 if grads is not None and grads.partial is not None:
@@ -137,10 +161,11 @@ class Backward:
         return 1.0 / ranks
 
     @torch.no_grad()
-    def play(self, sync: bool, mean: bool) -> None:
+    def play(self, sync: bool, said: dict[str, Any]) -> None:
         """Every collective of a backward, without computing: see Note [Joining] in join.py."""
         self.recover()
-        self._engine.counts.begin(mean)
+        for begin in self._begins:
+            begin(said)
         self._open(sync)
         self._pass_by_all()
         if not (sync or self._passes.gathers.frees):
@@ -152,7 +177,7 @@ class Backward:
         assert self.walk is not None
         if self._sync and orders.BACKWARD in passes.orders.learned:
             # In the order of those that compute, so that they need not hold many gradients until the end.
-            for unit in range(len(passes.units)) if self._engine.plain else passes.orders[orders.BACKWARD]:
+            for unit in range(len(passes.units)) if self._plain else passes.orders[orders.BACKWARD]:
                 self.walk.pass_by(unit)
                 if not passes.units[unit].is_root:
                     self._reducer.pass_by(unit)
@@ -173,44 +198,31 @@ class Backward:
     def collect(self, slot: Slot) -> None:
         """Autograd has accumulated a parameter's gradient: take it."""
         self.begin()
-        engine = self._engine
         grad = take_grad(slot.param)
         grads = slot.lane.grads
         if grad is None or grads is None:
             return
-        if engine.plain and not engine.first_batch.done:
-            engine.first_batch.note(grad)
-        grads.collect(slot.index, grad.detach(), engine.sync)
+        if self._plain:
+            for saw in self._saw:
+                saw(grad)
+        grads.collect(slot.index, grad.detach(), self.sync)
         self._reducer.new.add(slot)
         unit = slot.unit
         if grads.complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
             unit.endless_calls = 0
-            if engine.sync:
+            if self.sync:
                 self._ready(unit)
             self._leave(unit)
 
-    @torch.no_grad()
-    def collect_direct(self, slot: Slot, grad: Tensor) -> None:
-        """What reached a slice without a reduce: see Note [Direct gradients] in direct.py."""
-        self.begin()
-        if self._engine.plan.release:
-            raise RuntimeError(
-                f"zeor.penalty brings the gradient of {slot.name!r} a part of its own at the end of backward, and "
-                "release=True uses gradients up before; leave one of them out."
-            )
-        if slot.trains and slot.lane.grads is not None:
-            slot.lane.grads.direct.collect(slot.index, grad)
-            self._reducer.new.add(slot)
-
     def _ready(self, unit: Unit) -> None:
         if not unit.is_root:  # the root's gradients may still grow until the end
-            plain, used = self._engine.plain, self._passes.used
+            plain, used = self._plain, self._passes.used
             self._reducer.ready(unit, lambda index: plain or index in used)
 
     @torch.no_grad()
     def exit(self, unit: Unit) -> None:
         """The gradients of a call's inputs are there."""
-        if self._engine.sync and any(lane.grads is not None and any(lane.grads.pending) for lane in unit.lanes):
+        if self.sync and any(lane.grads is not None and any(lane.grads.pending) for lane in unit.lanes):
             self._ready(unit)
         self._leave(unit)
 
@@ -241,32 +253,20 @@ class Backward:
                 continue  # this backward ran inside its forward (a force is the gradient of an energy)
             if unit.frees and unit.present:
                 passes.free(unit)
-        self._engine.ledger.sweep()
+        passes.ledger.sweep()
         if sync:
             reducer.end(told)
         else:
             reducer.end_unreduced()
-        if self._engine.plain:
-            self._engine.attach_plain_grads()
+        for there in self._there:
+            there()
         if sync:
             self._learn(walk)
-            self._engine.counts.end()
-            self._fold_direct()
-            self._engine.settings.check()
-            if self._engine.plan.release:
-                self._engine.release.finish()
-        if not self._engine.playing:  # the ranks that compute announce what the user's hooks do
+            for ended in self._ends:
+                ended()
+        if not self._announcer.playing:  # the ranks that compute announce what the user's hooks do
             for slot in reducer.had:
                 slot.grad_is_there()
-
-    def _fold_direct(self) -> None:
-        """See Note [Direct gradients] in direct.py; counts are known by now."""
-        counts = self._engine.counts
-        for unit in self._passes.units:
-            for lane in unit.lanes:
-                if lane.grads is not None and lane.grads.direct:
-                    members = [slot for slot in unit.slots if slot.lane is lane]
-                    lane.grads.direct.fold(lane.grads, [counts.of(s) for s in members] if counts.mean else None)
 
     def _learn(self, walk: Walk) -> None:
         passes, reduced = self._passes, self._reducer.issued
@@ -281,7 +281,7 @@ class Backward:
         """Before anything new: if the last backward raised, forget it. See Note [After an exception]."""
         if self.walk is None or self.running:
             return
-        if self._engine.joining is not None and not self._engine.mesh.stuck:
+        if self._announcer.block is not None and not self._passes.mesh.stuck:
             # Nobody may wait for this rank: see Note [Joining] in join.py.
             with torch.no_grad():
                 self._pass_by_all()
@@ -291,7 +291,7 @@ class Backward:
         for unit in self._passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
         self._reducer.abandon()
-        self._engine.release.abandon()
-        self._engine.norms.forget_all()
-        self._engine.counts.reset()
+        self._norms.forget_all()
+        for abandon in self._abandon:
+            abandon()
         warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)

@@ -16,25 +16,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeor.comm.agree import exchange
+from zeor.comm.mesh import Mesh
+from zeor.runtime.events import Announcer
+from zeor.runtime.extension import Extension
+from zeor.runtime.unit import Slot
 
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
-    from zeor.runtime.unit import Slot
 
-
-class Counts:
-    """The items behind the gradients of one engine. It rides on the end of backward: see Rider in reduces.py."""
+class Counts(Extension):
+    """The items behind the gradients of one engine."""
 
     told_count = 2
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, mesh: Mesh, slots: Sequence[Slot], announcer: Announcer):
+        self._mesh, self._slots, self._announcer = mesh, slots, announcer
         self.mean = False  # the gradients the user has are those of a mean_loss
         self._noted: Any = None  # the items of the backward that has begun; None: its loss is a plain one
         self.reset()
@@ -68,11 +68,14 @@ class Counts:
     def begins_mean(self) -> bool:
         return self._noted is not None and self._note_holds() is not None
 
-    def begin(self, mean: bool) -> None:
-        """A backward of the model begins, on every rank."""
+    def says(self) -> dict[str, Any]:
+        return {"mean": self.begins_mean}
+
+    def begin_backward(self, said: dict[str, Any]) -> None:
+        mean: bool = said["mean"]
         if not mean and not self.mean:
             return
-        held = {slot for slot in self._engine.slots if slot.param.grad is not None}
+        held = {slot for slot in self._slots if slot.param.grad is not None}
         if held and mean != self.mean:
             now, before = ("zeor.mean_loss", "a plain loss") if mean else ("a plain loss", "zeor.mean_loss")
             raise RuntimeError(
@@ -99,20 +102,23 @@ class Counts:
             elif grads.reduced and count:
                 grads.scale(slot.index, count)
         for grads, param, count in off:  # last: what is taken off is a gradient that is not reduced yet
-            grads.direct.unfold(grads, param, count)
+            grads.unfold_direct(param, count)
         self._scaled.clear()
 
-    # ---- its end: see Rider
+    def factor(self) -> float | None:
+        return 1.0 if self.mean else None
+
+    # ---- its end
 
     def told(self) -> list[int]:
-        if self._engine.playing:
+        if self._announcer.playing:
             return [0, 0]
         return [int(self.mean), int(not self.mean)]
 
     def heard(self, largest: Sequence[int]) -> None:
         self._mixed = bool(largest[0] and largest[1])
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """The sums are there, on every rank: step 2 of the Note."""
         if self._mixed:
             self._mixed = False
@@ -122,12 +128,11 @@ class Counts:
         if not self.mean:
             return
         mine = sum(_number(count) for count in self._waiting)
-        mesh = self._engine.mesh
-        counts = [mine] if mesh.fake else exchange(mesh, mine, "exchange of the counts of zeor.mean_loss")
+        counts = [mine] if self._mesh.fake else exchange(self._mesh, mine, "exchange of the counts of zeor.mean_loss")
         self._waiting.clear()
         self._total += float(sum(counts))
         factors: dict[float, float] = {}  # one object for each: see GradLane.common_scale
-        for slot in self._engine.slots:
+        for slot in self._slots:
             grads = slot.lane.grads
             if grads is not None and grads.has[slot.index]:
                 count = self._total - self._since.get(slot, 0.0)
@@ -139,8 +144,11 @@ class Counts:
         """How many items a gradient is of: what it is divided by."""
         return self._scaled[slot][1] if slot in self._scaled else 1.0
 
+    def abandon(self) -> None:
+        self.reset()
+
     def edited(self, slot: Slot, verb: str) -> None:
-        """The user changed a gradient in place: one that is zero begins anew."""
+        """A gradient that is zero begins anew."""
         if verb == "zero_":
             self._since[slot] = self._total
 

@@ -5,21 +5,14 @@ Note [Direct gradients]
 What is computed on a slice is final where it is made: it is neither reduced nor divided by the world. It waits here
 until the backward that reduces is over, and is added to the sum then, in one order whatever was reduced when. Where the
 sum is one over items that carries 1 / count as a remembered factor (counts.py) it is added `count` times, and taken off
-before the factor changes. Knows one lane's gradients.
+before the factor changes. Knows no lane; grads.py adds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
-
-from zeor.memory.roles import Residency
-
-if TYPE_CHECKING:
-    from zeor.runtime.grads import GradLane
 
 
 class Direct:
@@ -40,31 +33,16 @@ class Direct:
         held = self._waiting.get(param)
         self._waiting[param] = grad if held is None else held.add_(grad)
 
-    def fold(self, grads: GradLane, counts: Sequence[float] | None) -> None:
-        """Into the sum. `counts`: by parameter, where the sum is one over items."""
-        if not self._waiting:
-            return
-        if grads.sum is None and not grads.adopts:
-            numel = grads.layout.numel if grads.column.grad is Residency.FULL else grads.layout.slice_numel
-            wide = torch.promote_types(grads.reduce_dtype, torch.float32)
-            grads.sum = torch.zeros(numel, dtype=wide, device=grads.mesh.device)
-        grads.widen()
-        for param, grad in self._waiting.items():
-            if grads.adopts and param not in grads.parts:
-                grads.parts[param] = torch.zeros_like(grad)
-            if counts is None:
-                grads.local(param).add_(grad)
-            else:
-                grads.local(param).add_(grad, alpha=counts[param])
-                self._folded[param] = grad
-        self._waiting = {}
+    def take(self, keep: bool) -> list[tuple[int, Tensor]]:
+        """All of it, for the sum. `keep`: it may have to be taken off again."""
+        taken, self._waiting = self._waiting, {}
+        if keep:
+            self._folded.update(taken)
+        return list(taken.items())
 
-    def unfold(self, grads: GradLane, param: int, count: float) -> None:
-        """The factor 1 / `count` of this gradient was taken off."""
-        grad = self._folded.pop(param, None)
-        if grad is not None:
-            grads.local(param).sub_(grad, alpha=count)
-            self.collect(param, grad)
+    def take_back(self, param: int) -> Tensor | None:
+        """What was added to the sum and is taken off again."""
+        return self._folded.pop(param, None)
 
     def drop(self, param: int) -> None:
         self._waiting.pop(param, None)

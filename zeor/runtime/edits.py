@@ -8,16 +8,16 @@ is refused by name when somebody would need it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
-    from zeor.runtime.unit import Slot
-
-DROP, SCALE = "drop", "scale"  # other verbs are names of in-place methods
+from zeor.memory.view import Held
+from zeor.runtime.engine import Engine
+from zeor.runtime.events import DROP, SCALE
+from zeor.runtime.handle import Handle
+from zeor.runtime.unit import Slot
 
 
 class Edit(NamedTuple):
@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 class Edits:
     def __init__(self, engines: Sequence[Engine]):
         self._engines = engines
-        self._at = {slot: (e, s) for e, engine in enumerate(engines) for s, slot in enumerate(engine.slots)}
+        self._at = {slot.held: (e, s) for e, engine in enumerate(engines) for s, slot in enumerate(engine.slots)}
         self._log: list[Edit] = []
 
     def __len__(self) -> int:
@@ -40,8 +40,8 @@ class Edits:
     def clear(self) -> None:
         self._log.clear()
 
-    def note(self, slot: Slot, verb: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
-        self._log.append(Edit(*self._at[slot], verb, args, kwargs or {}))
+    def note(self, held: Held, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._log.append(Edit(*self._at[held], verb, args, kwargs))
 
     def encode(self) -> list[list[Any]]:
         """As JSON; neighbours that differ in the parameter alone become one entry."""
@@ -70,18 +70,20 @@ class Edits:
                     skip -= 1
                     continue
                 _do(engine.slots[position], verb, args, kwargs)
+                if verb == DROP and engine.plain:
+                    engine.slots[position].param.grad = None
 
 
 def _do(slot: Slot, verb: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    held = slot.held
+    assert isinstance(held, Handle)
     if verb == DROP:
-        slot.set_grad(None)
-        if slot.engine.plain:
-            slot.param.grad = None
+        held.set_grad(None)
     elif verb == SCALE:
-        slot.scale_grad(args[0])
+        held.scale_grad(args[0])
     else:
-        getattr(torch.Tensor, verb)(slot.local_grad(), *args, **kwargs)
-        slot.engine.counts.edited(slot, verb)
+        getattr(torch.Tensor, verb)(held.local_grad(), *args, **kwargs)
+        held.tell_edit(verb)
 
 
 def _same(a: Edit, b: Edit) -> bool:

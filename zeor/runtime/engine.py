@@ -1,8 +1,8 @@
 """The engine: carries out the schedule for one sharded model.
 
-It owns the units and what they share (mesh, ledger, norms). Hooks tell its passes (forward.py, backward.py)
-what the user's loop just did; they look the event up in the schedule and do the actions. Optimizers are told
-apart in optim/; hooks live in hooks.py.
+It owns the units and what they share (mesh, ledger, norms), and gives each part the few objects it needs. Hooks tell
+its passes (forward.py, backward.py) what the user's loop just did; they look the event up in the schedule and do the
+actions. Features hang on it as extensions (extension.py). Optimizers are told apart in optim/; hooks live in hooks.py.
 
 Note [Streams]
 ~~~~~~~~~~~~~~
@@ -26,68 +26,58 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeor.comm.meeting import meet
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
 from zeor.memory.param import classes_of, take_grad
 from zeor.memory.roles import STAGES, column_of
 from zeor.plan import Plan
-from zeor.runtime import edits, events, given
+from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime.backward import Backward
-from zeor.runtime.counts import Counts
-from zeor.runtime.first_batch import FirstBatch
+from zeor.runtime.events import Announcer
+from zeor.runtime.extension import Extension, overriding
 from zeor.runtime.forward import Forward
-from zeor.runtime.freezing import Freezing
 from zeor.runtime.handed_out import HandedOut
+from zeor.runtime.keys import lane_key, small_numel
 from zeor.runtime.lane import Lane, LaneKey
 from zeor.runtime.lent import Lent
-from zeor.runtime.meta import Unfilled
-from zeor.runtime.module_buffers import ModuleBuffers
-from zeor.runtime.nonfinite import NonFinite
 from zeor.runtime.norms import Norms
-from zeor.runtime.passes import Passes
+from zeor.runtime.passes import Borrowed, Passes
 from zeor.runtime.places import Places
 from zeor.runtime.reduces import Reducer
-from zeor.runtime.release import Release
 from zeor.runtime.schedule import Action, Schedule
-from zeor.runtime.settings import Settings
-from zeor.runtime.unit import Slot, Unit
+from zeor.runtime.stray import StrayReads
+from zeor.runtime.unfilled import Unfilled
+from zeor.runtime.unit import Slot, Unit, gather_values
 
-if TYPE_CHECKING:
-    from zeor.runtime.join import Join
+Feature = TypeVar("Feature", bound=Extension)
+_OWN = 3  # extensions that the core itself adds
 
 
 class Engine:
     def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
         self.plan, self.mesh = plan, mesh
-        self.number = _number(mesh)
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
         self.column = STAGES[plan.stage]
         self.ledger = Ledger()
         self.places = Places(plan, mesh)
-        self.norms = Norms(mesh)
+        self.announcer = Announcer(mesh, _number(mesh))
+        self.handed_out = HandedOut()
+        self.norms = Norms(mesh, self.announcer, self.handed_out)
+        self.unfilled = Unfilled()  # what was on the meta device and has no values yet
+        self.borrowed = Borrowed()
         self.units: list[Unit] = []
         self.slots: list[Slot] = []
-        self.sync = True  # False inside no_sync
-        self.borrowed_by: str | None = None  # what has put other values in the weights' place for a while
-        self.trace: list[Action] | None = None
-        self.first_batch = FirstBatch(mesh)
-        # Gradients come reduced, from DDP: see Note [Given gradients] in given.py. None: not looked for yet.
-        self.given: bool | None = None if plain and mesh.world > 1 else False
-        self.buffers: ModuleBuffers | None = None  # a drop-in knows no module
-        self.unfilled = Unfilled()  # what was on the meta device and has no values yet
         self.optimizers: list[Optimizer] = []
-        self.settings = Settings(mesh, self.optimizers)
-        self.handed_out = HandedOut()
-        self.counts = Counts(self)
-        self.joining: Join | None = None  # inside zeor.join
+        self.extensions: list[Extension] = []
+        self.trace: list[Action] | None = None
 
     # ---- building
 
@@ -98,87 +88,78 @@ class Engine:
         by_key: dict[LaneKey, list[Slot]] = defaultdict(list)
         for slot in slots:
             by_key[key(slot)].append(slot)
-        for lane_key, members in by_key.items():
-            lane = self.make_lane(unit, lane_key, members, [slot.param for slot in members])
-            self.lay(lane, members)
-            unit.lanes.append(lane)
+        for lane_key_, members in by_key.items():
+            unit.lanes.append(self._make_lane(unit, lane_key_, members, [slot.param for slot in members]))
         unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
         self.units.append(unit)
         self.slots.extend(slots)
         return unit
 
-    def make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
-        """A lane of these parameters with rank 0's values."""
+    def _make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
+        """A lane of these parameters with rank 0's values, and the user's objects over it."""
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
         column = column_of(self.plan.stage, key.stays_whole)
         lane = Lane(key, values, column, self.mesh, self.ledger, self.places.of_lane(name, key, values))
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
+        self._lay(lane, slots)
         return lane
 
-    def lay(self, lane: Lane, slots: Sequence[Slot]) -> None:
-        """The user's parameters over a lane that has their values."""
+    def _lay(self, lane: Lane, slots: Sequence[Slot]) -> None:
         for slot in slots:
             take_grad(slot.param)
             if not self.plain:
                 slot.bind()
-        params, members = [slot.param for slot in slots], list(slots)
-        blank = (lambda index: members[index].blank) if any(slot.blank for slot in slots) else None
+        members, without = list(slots), self.unfilled.slots
+        blank = (lambda index: members[index] in without) if any(slot in without for slot in slots) else None
+        params = [slot.param for slot in slots]
         lane.adopt(params, [] if self.plain else [classes_of(slot.kind) for slot in slots], blank)
 
     def ready(self) -> None:
         """All units are there: plan the step."""
         self.norms.watch(self.slots)
         self.reducer = Reducer(self.mesh, self.units, self.plan.overlap, self.record)
-        self.passes = Passes(self, self.reducer.under_way)
-        self.forward = Forward(self, self.passes)
-        self.backward = Backward(self, self.passes, self.reducer)
-        self.freezing = Freezing(self)
+        self.passes = Passes(
+            self.plan, self.mesh, self.units, self.ledger, self.record, self.reducer.under_way
+        )  # fmt: skip
+        self.backward = Backward(
+            self.passes, self.reducer, self.norms, self.announcer, self.borrowed, self.plain
+        )  # fmt: skip
+        self.forward = Forward(self.passes, self.announcer, self.backward.recover)
+        self.stray = StrayReads(self.passes, self.backward)
         self.lent = Lent(self.units)
-        self.reducer.riders += [self.freezing, self.settings, self.counts, self.lent]
-        self.release = Release(self)
-        if self.plan.release:
-            self.reducer.finished = self.release.finished
-        self.nonfinite = NonFinite(self.mesh, self.norms, self.slots, self.plan.nonfinite)
-        self.reducer.riders.append(self.nonfinite)
         self.ledger.reset_peak()
 
-    def watch_buffers(self, model: nn.Module) -> None:
-        self.buffers = ModuleBuffers(self.mesh, model, self.plan.buffers)
-        self.reducer.riders.append(self.buffers)
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """These features, in this order, and no others, after what the core adds itself."""
+        self.extensions = [self.unfilled, self.handed_out, self.lent, *extensions]  # the first: see _OWN
+        for part in (self.forward, self.backward, self.reducer):
+            part.extend(self.extensions)
+        self._heeds, self._step_ends = overriding(self.extensions, "heed"), overriding(self.extensions, "end_step")
+        self._features = {type(each): each for each in self.extensions}
+
+    def add_extension(self, extension: Extension) -> None:
+        self.extend([*self.extensions[_OWN:], extension])
+
+    def remove_extension(self, extension: Extension) -> None:
+        self.extend([each for each in self.extensions[_OWN:] if each is not extension])
+
+    def feature(self, kind: type[Feature]) -> Feature:
+        """The extension of this class; KeyError where the engine has none."""
+        return self._features[kind]  # type: ignore[return-value]
 
     @property
     def schedule(self) -> Schedule:
         return self.passes.schedule
 
-    # ---- joining
-
-    @property
-    def playing(self) -> bool:
-        """This rank only follows the others: see Note [Joining] in join.py."""
-        return self.joining is not None and self.joining.playing
+    # ---- what all ranks do together
 
     def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
-        """Before anything that all ranks must do together. `meets`: it has collectives, and ranks have not met for it
-        yet; see Note [Meeting] in comm/meeting.py."""
-        if self.joining is not None:
-            self.joining.announce(self, event, detail)
-        elif events.open_joins and self.mesh.world > 1:
-            raise RuntimeError(
-                f"This model comes to {events.SAID[event]} inside a zeor.join that knows only of other models, so a "
-                "rank that is out of data could not follow; name all of them: zeor.join([model, other])."
-            )
-        elif meets:
-            what = detail if event == events.OTHER and isinstance(detail, str) else events.SAID[event]
-            meet(self.mesh, what, self.number)
+        self.announcer.announce(event, detail, meets)
 
     def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
-        """The same for an event that is played as a whole, with all that is inside it."""
-        if self.joining is not None:
-            return self.joining.event(self, event, detail)
-        self.announce(event)
-        return nullcontext()
+        return self.announcer.announced(event, detail)
 
     def record(self, verb: str, unit: int) -> None:
         if self.trace is not None:
@@ -186,53 +167,18 @@ class Engine:
 
     # ---- gradients
 
-    def begin_grads(self) -> None:
-        """A backward starts: what the user still has is added to, the rest is forgotten."""
-        self.handed_out.heed()
-        for unit in self.units:
-            for lane in unit.lanes:
-                if lane.grads is not None:
-                    lane.grads.begin([slot.param.grad is not None for slot in unit.slots if slot.lane is lane])
-        if self.plain:
-            for slot in self.slots:
-                if slot.lane.grads is not None:
-                    slot.param.grad = None
-
-    def attach_plain_grads(self) -> None:
-        """Plain parameters get their sharded gradients where everybody looks for them."""
-        self.first_batch.compare()
-        for slot in self.slots:
-            if slot.lane.grads is not None and slot.lane.grads.has[slot.index]:
-                slot.param.grad = slot.grad_view()
-
-    @property
-    def is_given(self) -> bool:
-        """Asked when gradients arrive: by then the model is wrapped, if ever."""
-        if self.given is None:
-            self.given = given.around(slot.param for slot in self.slots)
-        return self.given
-
-    def heed_plain_grads(self) -> None:
-        """Plain parameters do not tell when the user drops or replaces their gradient: look before it is used."""
-        if self.given:
-            given.take(self)
-            return
-        for slot in self.slots:
-            if slot.param.grad is not slot.get_grad():
-                slot.set_grad(slot.param.grad)
+    def heed(self) -> None:
+        """Gradients are about to be used: what the user did to them past zeor is looked at."""
+        for heed in self._heeds:
+            heed()
 
     def drop_grads(self) -> None:
         """Every gradient was set to None."""
         for slot in self.slots:
             if slot.lane.grads is not None:
                 slot.lane.grads.drop(slot.index)
-                self.edited(slot, edits.DROP)
+                self.announcer.edited(slot.held, events.DROP)
         self.norms.forget_all()
-
-    def edited(self, slot: Slot, verb: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
-        """The user changed a gradient: ranks that only follow must hear of it."""
-        if self.joining is not None and not self.joining.playing:
-            self.joining.edits.note(slot, verb, args, kwargs)
 
     # ---- step
 
@@ -267,11 +213,8 @@ class Engine:
                     lane.look()
 
     def end_step(self) -> None:
-        if self.given:
-            self.drop_grads()  # the parts; the user's own stay
-        if self.buffers is not None:
-            self.buffers.step()
-        self.release.done.clear()
+        for end in self._step_ends:
+            end()
         self.places.store.leaving.let_go()
         self.passes.end_step()
         if not self.backward.running and self.forward.walk is None:
@@ -280,10 +223,6 @@ class Engine:
                     unit.free()
             self.lent.refill()
         self.ledger.sweep()
-
-    def refuse_if_borrowed(self, what: str) -> None:
-        if self.borrowed_by is not None:
-            raise RuntimeError(f"{what} inside {self.borrowed_by}, where the weights are an average; do it outside.")
 
     def forget_gathered(self) -> None:
         """Slices were changed beside a step: what is gathered of them is stale."""
@@ -300,6 +239,41 @@ class Engine:
             for lane in unit.lanes:
                 if lane.master is not None:
                     lane.master.settle()
+
+    # ---- parameters that begin to train
+
+    def thaw(self, slots: Sequence[Slot]) -> None:
+        """Unfrozen parameters move to trainable lanes: see Note [Freezing and unfreezing] in freezing.py."""
+        units = list(dict.fromkeys(slot.unit for slot in slots))
+        for unit in units:
+            for lane in list(dict.fromkeys(slot.lane for slot in slots if slot.unit is unit)):
+                self._divide(unit, lane)
+            if unit.frees:
+                unit.free()
+        if self.passes.last in [unit.index for unit in units]:
+            self.passes.last = None
+        self.norms.watch(self.slots)
+        self.passes.orders.insert(orders.REDUCE, [unit.index for unit in units])
+        self.passes.plan_step()
+
+    @torch.no_grad()
+    def _divide(self, unit: Unit, lane: Lane) -> None:
+        """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
+        members = unit.members(lane)
+        values, small = gather_values(lane, members), small_numel(self.plan, self.mesh.world)
+        lane.retire()
+        by_key: dict[LaneKey, list[Slot]] = {}
+        for slot in members:
+            like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
+            key = lane_key(like, slot.owners, self.plan.precision, small) if slot.trains else lane.key
+            by_key.setdefault(key, []).append(slot)
+        made = [
+            self._make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()
+        ]  # fmt: skip
+        place = unit.lanes.index(lane)
+        unit.lanes[place : place + 1] = made
+
+    # ---- bytes
 
     def nbytes(self) -> dict[str, int]:
         """Resident bytes on this rank by role, as allocated now (moments: see optim/)."""

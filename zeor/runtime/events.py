@@ -1,15 +1,17 @@
-"""What a rank does that all ranks must do together, by name, and which `join` blocks are open.
+"""Announcing: before a rank does something that all ranks must do together, it says so.
 
-Inside `zeor.join` a rank says before each of these what it is about to do; see join.py. The engine and its parts
-name their events here and know nothing else of joining.
+Over Gloo ranks then meet (comm/meeting.py). Inside `zeor.join` the block that is open tells the others (join.py). The
+engine and its parts name their events here and know nothing else of joining.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-if TYPE_CHECKING:
-    from zeor.runtime.join import Join
+from zeor.comm.meeting import meet
+from zeor.comm.mesh import Mesh
+from zeor.memory.view import Held
 
 TRAIN, EVAL, ENTRY = "train", "eval", "entry"
 BACKWARD, BACKWARD_KEPT, AGREEMENT = "backward", "backward_kept", "agreement"
@@ -34,4 +36,84 @@ EVENTS = tuple(SAID)
 # These say all by their name; of the others, ranks that only follow must know more.
 NEEDS_NO_DETAIL = (TRAIN, EVAL, AGREEMENT)
 
-open_joins: list[Join] = []
+# What the user's code does to a gradient; other verbs are names of in-place methods.
+DROP, SCALE = "drop", "scale"
+
+
+class Block:
+    """An open `zeor.join`, as the parts of an engine see it; join.py implements it."""
+
+    ranks: list[int]  # that take part, in the default process group
+    left: list[int]  # that had run out of data at the last announcement
+    playing: bool  # this rank is one of them, and only follows
+
+    @property
+    def active(self) -> int:
+        """How many ranks still compute."""
+        raise NotImplementedError
+
+    def announce(self, by: Announcer, event: str, detail: Any = None) -> list[Any]:
+        raise NotImplementedError
+
+    def event(self, by: Announcer, event: str, detail: Any) -> AbstractContextManager[None]:
+        """An event that is played as a whole: what is announced inside it is part of it."""
+        raise NotImplementedError
+
+    def note_edit(self, held: Held, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """This rank's code changed a gradient."""
+        raise NotImplementedError
+
+    def tell_total(self, numbers: list[int | float]) -> list[Any]:
+        raise NotImplementedError
+
+
+open_joins: list[Block] = []
+
+
+class Announcer:
+    """Speaks for one engine."""
+
+    def __init__(self, mesh: Mesh, number: int):
+        self._mesh, self._number = mesh, number  # number: the same on every rank for the same model
+        self.block: Block | None = None  # inside zeor.join
+
+    @property
+    def playing(self) -> bool:
+        """This rank only follows the others: see Note [Joining] in join.py."""
+        return self.block is not None and self.block.playing
+
+    @property
+    def left(self) -> list[int]:
+        """Ranks that have run out of data."""
+        return [] if self.block is None else self.block.left
+
+    @property
+    def active(self) -> int:
+        """How many ranks compute."""
+        return self._mesh.world if self.block is None else self.block.active
+
+    def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
+        """Before anything that all ranks must do together. `meets`: it has collectives, and ranks have not met for it
+        yet; see Note [Meeting] in comm/meeting.py."""
+        if self.block is not None:
+            self.block.announce(self, event, detail)
+        elif open_joins and self._mesh.world > 1:
+            raise RuntimeError(
+                f"This model comes to {SAID[event]} inside a zeor.join that knows only of other models, so a rank that "
+                "is out of data could not follow; name all of them: zeor.join([model, other])."
+            )
+        elif meets:
+            what = detail if event == OTHER and isinstance(detail, str) else SAID[event]
+            meet(self._mesh, what, self._number)
+
+    def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
+        """The same for an event that is played as a whole, with all that is inside it."""
+        if self.block is not None:
+            return self.block.event(self, event, detail)
+        self.announce(event)
+        return nullcontext()
+
+    def edited(self, held: Held, verb: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+        """The user changed a gradient: ranks that only follow must hear of it."""
+        if self.block is not None and not self.block.playing:
+            self.block.note_edit(held, verb, args, kwargs or {})

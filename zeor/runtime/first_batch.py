@@ -8,11 +8,12 @@ from typing import Any
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.data import fingerprint
+from zeor.runtime.extension import Extension
 
 log = logging.getLogger("zeor")
 
 
-class FirstBatch:
+class FirstBatch(Extension):
     """Compares what the ranks see first: inputs where there is a forward hook, gradients where there is none."""
 
     def __init__(self, mesh: Mesh):
@@ -20,7 +21,14 @@ class FirstBatch:
         self.done = mesh.world == 1 or mesh.fake
         self._prints: list[int] = []
 
-    def note(self, value: Any) -> None:
+    def meets(self, train: bool, alone: bool) -> bool:
+        return train and not alone and not self.done
+
+    def begin_forward(self, train: bool, alone: bool) -> None:
+        if train and not alone:
+            self.compare()
+
+    def saw_input(self, value: Any) -> None:
         """Part of what this rank was fed."""
         if not self.done:
             self._prints.append(fingerprint(value))

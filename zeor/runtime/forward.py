@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from zeor.runtime import events
 from zeor.runtime import order as orders
 from zeor.runtime import schedule as sched
 from zeor.runtime.casts import explain_dtypes
+from zeor.runtime.events import Announcer
+from zeor.runtime.extension import Extension, overriding
 from zeor.runtime.order import Walk
 from zeor.runtime.passes import Passes
 from zeor.runtime.schedule import Action
 from zeor.runtime.unit import Unit
 
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
-
 
 class Forward:
-    def __init__(self, engine: Engine, passes: Passes):
-        self._engine, self._passes = engine, passes
-        self.walk: Walk | None = None  # while the root's forward runs
+    def __init__(self, passes: Passes, announcer: Announcer, recover_backward: Callable[[], None]):
+        self._passes, self._announcer, self._recover_backward = passes, announcer, recover_backward
+        self.extend(())
         self._train, self._kind = True, orders.TRAIN
         self._order: list[int] = []
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self._meet, self._begins = overriding(extensions, "meets"), overriding(extensions, "begin_forward")
+
+    @property
+    def walk(self) -> Walk | None:
+        return self._passes.forward_walk
 
     @property
     def _schedule(self) -> sched.Schedule:
@@ -31,15 +37,14 @@ class Forward:
 
     def enter(self, unit: Unit, train: bool, entry: str = "") -> None:
         """`entry`: where the root is entered by a method beside forward, its name."""
-        self._engine.unfilled.check()
         passes = self._passes
         if unit.is_root:
             self._begin(train, entry)
         elif self.walk is None and not passes.open:  # called outside the model's forward: every rank does the same
-            if unit.frees or (train and self._engine.freezing.settles):
-                self._engine.announce(events.OTHER, f"Unit {unit.name!r}, outside the model's forward,")
-            if train:
-                self._engine.freezing.settle()
+            if unit.frees or self._meets(train, alone=True):
+                self._announcer.announce(events.OTHER, f"Unit {unit.name!r}, outside the model's forward,")
+            for begin in self._begins:
+                begin(train, True)
         passes.open.append(unit)
         walk = self.walk
         if walk is not None:
@@ -52,25 +57,27 @@ class Forward:
 
     def _begin(self, train: bool, entry: str) -> None:
         self.recover()
-        self._engine.backward.recover()
+        self._recover_backward()
         self._announce(train, entry)
-        if train:
-            self._engine.first_batch.compare()
-            self._engine.freezing.settle()
+        for begin in self._begins:
+            begin(train, False)
         self._train, self._kind = train, orders.kind_of(train, entry)
         agreed = self._passes.orders
         self._order = agreed[self._kind]
-        keep_skipped = self._kind not in agreed.learned and not self._engine.playing
-        self.walk = self._passes.gathers.forward_walk(self._order, keep_skipped)
+        keep_skipped = self._kind not in agreed.learned and not self._announcer.playing
+        self._passes.forward_walk = self._passes.gathers.forward_walk(self._order, keep_skipped)
+
+    def _meets(self, train: bool, alone: bool) -> bool:
+        return any(meets(train, alone) for meets in self._meet)
 
     def _announce(self, train: bool, entry: str) -> None:
         """An evaluation where nothing is gathered is no event: each rank may run its own."""
-        engine, frees = self._engine, self._passes.gathers.frees
-        meets = frees or (train and (engine.freezing.settles or not engine.first_batch.done))
+        announcer, frees = self._announcer, self._passes.gathers.frees
+        meets = frees or self._meets(train, alone=False)
         if entry:
-            engine.announce(events.ENTRY, {"train": train, "entry": entry}, meets)
+            announcer.announce(events.ENTRY, {"train": train, "entry": entry}, meets)
         elif train or frees:
-            engine.announce(events.TRAIN if train else events.EVAL, meets=meets)
+            announcer.announce(events.TRAIN if train else events.EVAL, meets=meets)
 
     def play(self, train: bool, entry: str) -> None:
         """Every collective of a forward, without computing: see Note [Joining] in join.py."""
@@ -85,7 +92,7 @@ class Forward:
         if unit.is_root:
             self._end()
         elif self.walk is None and not passes.open:
-            passes.stray.end_lone_call()
+            passes.free_lone()
 
     def _unplanned_exit(self, unit: Unit) -> tuple[Action, ...]:
         """Of a unit that is in no order yet. The schedule's own list may be empty: a unit that stays."""
@@ -93,10 +100,11 @@ class Forward:
         return () if planned else (Action("free", unit.index),)
 
     def _end(self) -> None:
-        walk, self.walk, passes = self.walk, None, self._passes
+        walk, passes = self.walk, self._passes
+        passes.forward_walk = None
         if walk is None:
             return
-        passes.diverged |= passes.gathers.end_forward(walk, self._kind, self._engine.playing)
+        passes.diverged |= passes.gathers.end_forward(walk, self._kind, self._announcer.playing)
         if self._kind not in passes.orders.learned:
             # Where nothing is gathered an evaluation has no order to agree on, and one rank may run it alone.
             if self._train or passes.gathers.frees:
@@ -110,14 +118,14 @@ class Forward:
                 unit.free()
         if not self._train:
             passes.free(passes.units[0])
-        self._engine.ledger.sweep()
+        passes.ledger.sweep()
 
     def recover(self) -> None:
         """The model's forward is not running; if it seems so, it raised. See Note [After an exception]."""
         if self.walk is not None:
-            explain_dtypes(sys.exc_info()[1], self._engine.plan.precision.compute)
-        if self.walk is not None and not self._engine.mesh.stuck:  # else what is under way never arrives
-            if self._engine.joining is not None:
+            explain_dtypes(sys.exc_info()[1], self._passes.plan.precision.compute)
+        if self.walk is not None and not self._passes.mesh.stuck:  # else what is under way never arrives
+            if self._announcer.block is not None:
                 self._end()  # nobody may wait for this rank: see Note [Joining] in join.py
-            self.walk = None
+            self._passes.forward_walk = None
             self._passes.put_back()

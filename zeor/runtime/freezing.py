@@ -20,30 +20,26 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.runtime import full
-from zeor.runtime import order as orders
-from zeor.runtime.keys import lane_key, small_numel
-from zeor.runtime.lane import Lane, LaneKey
-from zeor.runtime.unit import Slot, Unit
-
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
+from zeor.comm.mesh import Mesh
+from zeor.runtime.events import Announcer
+from zeor.runtime.extension import Extension
+from zeor.runtime.unit import Slot
 
 
-class Freezing:
-    """Who trains in one engine. It rides on the agreement at the end of backward: see Rider in reduces.py."""
+class Freezing(Extension):
+    """Who trains in one engine. `move` brings parameters that are unfrozen to trainable lanes."""
 
     told_count = 2
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, mesh: Mesh, slots: Sequence[Slot], announcer: Announcer, move: Callable[[Sequence[Slot]], None]):
+        self._mesh, self._slots, self._announcer, self._move = mesh, slots, announcer, move
         self._watchers: list[weakref.ref] = []
         self._changed = True
         self._adopt()
@@ -52,22 +48,24 @@ class Freezing:
         """`watcher.thawed(slots)` is called whenever parameters have moved to a trainable lane."""
         self._watchers.append(weakref.ref(watcher))
 
-    def change(self) -> None:
-        """The user froze or unfroze something on this rank."""
+    def froze(self) -> None:
         self._changed = True
 
     # ---- agreement
 
-    @property
-    def settles(self) -> bool:
+    def meets(self, train: bool, alone: bool) -> bool:
         """A training forward begins with an agreement."""
-        return self._some_frozen
+        return train and self._some_frozen
+
+    def begin_forward(self, train: bool, alone: bool) -> None:
+        if train:
+            self.settle()
 
     def settle(self) -> None:
         """A training forward begins: see step 3 of the Note."""
         if not self._some_frozen:
             return
-        mesh = self._engine.mesh
+        mesh = self._mesh
         if mesh.world > 1 and not mesh.fake:
             numbers = torch.tensor(self.told(), dtype=torch.int32)
             self._compare(verbs.agree_max(mesh, numbers, "agreement on which parameters train").tolist())
@@ -78,7 +76,7 @@ class Freezing:
         return [number, -number]
 
     def _fingerprint(self) -> int:
-        return zlib.crc32(bytes(slot.trains for slot in self._engine.slots)) & 0x7FFFFFFF
+        return zlib.crc32(bytes(slot.trains for slot in self._slots)) & 0x7FFFFFFF
 
     def heard(self, largest: Sequence[int]) -> None:
         """The end of backward. What must move waits for the next forward."""
@@ -89,11 +87,10 @@ class Freezing:
     def _compare(self, largest: Sequence[int]) -> None:
         if largest[0] == -largest[1]:
             return
-        slots = self._engine.slots
+        slots = self._slots
         mine = "".join("1" if slot.trains else "0" for slot in slots)
-        everyone = exchange(self._engine.mesh, mine, "comparison of which parameters train")
-        left = [] if self._engine.joining is None else self._engine.joining.left
-        told = {rank: flags for rank, flags in enumerate(everyone) if rank not in left}
+        everyone = exchange(self._mesh, mine, "comparison of which parameters train")
+        told = {rank: flags for rank, flags in enumerate(everyone) if rank not in self._announcer.left}
         for number, slot in enumerate(slots):
             ranks = {flags[number]: rank for rank, flags in told.items()}
             if len(ranks) > 1:
@@ -110,7 +107,7 @@ class Freezing:
         if not self._changed:
             return
         self._changed = False
-        slots = self._engine.slots
+        slots = self._slots
         self._agreed = self._fingerprint()
         self._some_frozen = any(not slot.trains and slot.dtype.is_floating_point for slot in slots)
         thawed = [slot for slot in slots if slot.trains and slot.lane.grads is None]
@@ -123,38 +120,8 @@ class Freezing:
     # ---- moving
 
     def _thaw(self, slots: Sequence[Slot]) -> None:
-        engine = self._engine
-        units = list(dict.fromkeys(slot.unit for slot in slots))
-        for unit in units:
-            for lane in list(dict.fromkeys(slot.lane for slot in slots if slot.unit is unit)):
-                _move(engine, unit, lane)
-            if unit.frees:
-                unit.free()
-        if engine.passes.last in [unit.index for unit in units]:
-            engine.passes.last = None
-        engine.norms.watch(engine.slots)
-        engine.passes.orders.insert(orders.REDUCE, [unit.index for unit in units])
-        engine.passes.plan_step()
+        self._move(slots)
         for ref in self._watchers:
             watcher = ref()
             if watcher is not None:
                 watcher.thawed(slots)
-
-
-@torch.no_grad()
-def _move(engine: Engine, unit: Unit, lane: Lane) -> None:
-    """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
-    members = [slot for slot in unit.slots if slot.lane is lane]
-    values, small = full.gather_values(engine, lane, members), small_numel(engine.plan, engine.mesh.world)
-    lane.retire()
-    by_key: dict[LaneKey, list[Slot]] = {}
-    for slot in members:
-        like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
-        key = lane_key(like, slot.owners, engine.plan.precision, small) if slot.trains else lane.key
-        by_key.setdefault(key, []).append(slot)
-    made = []
-    for key, slots in by_key.items():
-        made.append(engine.make_lane(unit, key, slots, [values[slot] for slot in slots]))
-        engine.lay(made[-1], slots)
-    place = unit.lanes.index(lane)
-    unit.lanes[place : place + 1] = made

@@ -8,67 +8,45 @@ every rank, so that a change made on one rank, or differently on each, cannot te
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.runtime.lane import Lane
-from zeor.runtime.unit import Slot
-
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
-
-
-def gather_values(engine: Engine, lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
-    """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
-    lane.settle()
-    lane.keep_writes()
-    source = lane.mine.to(engine.mesh.device)
-    whole = lane.full.flat if not lane.frees else None
-    if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
-        # Compute is only a cast of what the user gave: the master is exact.
-        lane.master.fetch()
-        source = lane.master.values
-        whole = source if lane.updates_whole or engine.mesh.world == 1 else None
-    if whole is None:
-        whole = torch.empty(lane.layout.numel, dtype=source.dtype, device=source.device)
-        verbs.gather(engine.mesh, whole, source, "gather of full parameters").wait()
-    values = {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
-    if lane.master is not None:
-        lane.master.spill()
-    return values
+from zeor.comm.mesh import Mesh
+from zeor.runtime.handed_out import HandedOut
+from zeor.runtime.meta import Unfilled
+from zeor.runtime.unit import Slot, Unit, gather_values
 
 
-def all_values(engine: Engine, blank: bool = False) -> dict[Slot, Tensor]:
+def all_values(units: Sequence[Unit], unfilled: Unfilled, blank: bool = False) -> dict[Slot, Tensor]:
     """The full value of every parameter of the model, in memory of its own. With `blank`, parameters that have no
     values yet are NaN, to be written; otherwise they raise."""
     found: dict[Slot, Tensor] = {}
     if not blank:
-        engine.unfilled.check()
-    for unit in engine.units:
+        unfilled.check()
+    for unit in units:
         for lane in unit.lanes:
-            members = [slot for slot in unit.slots if slot.lane is lane]
             with torch.no_grad():
-                values = gather_values(engine, lane, members)
+                values = gather_values(lane, unit.members(lane))
             for slot, value in values.items():
                 found[slot] = value
-                if slot in engine.unfilled.slots and value.is_floating_point():
+                if slot in unfilled.slots and value.is_floating_point():
                     value.fill_(math.nan)
     return found
 
 
-def all_grads(engine: Engine) -> dict[Slot, Tensor]:
+def all_grads(units: Sequence[Unit], handed_out: HandedOut) -> dict[Slot, Tensor]:
     """The full gradient of every parameter that has one."""
     found: dict[Slot, Tensor] = {}
-    for unit in engine.units:
+    handed_out.heed()
+    for unit in units:
         for lane in unit.lanes:
             if lane.grads is None or not any(lane.grads.has):
                 continue
-            members = [slot for slot in unit.slots if slot.lane is lane]
+            members = unit.members(lane)
             members[0].ready_grads()
             grads = lane.gather_grads()
             for slot in members:
@@ -77,13 +55,13 @@ def all_grads(engine: Engine) -> dict[Slot, Tensor]:
     return found
 
 
-def take_part(engine: Engine, grads: bool) -> None:
+def take_part(units: Sequence[Unit], grads: bool) -> None:
     """The collectives of reading everything, unit by unit, keeping nothing: for a rank that only follows."""
-    for unit in engine.units:
+    for unit in units:
         for lane in unit.lanes:
-            gather_values(engine, lane, [slot for slot in unit.slots if slot.lane is lane])
+            gather_values(lane, unit.members(lane))
     if grads:
-        for unit in engine.units:
+        for unit in units:
             for lane in unit.lanes:
                 if lane.grads is not None and any(lane.grads.has):
                     lane.gather_grads()
@@ -92,8 +70,8 @@ def take_part(engine: Engine, grads: bool) -> None:
 class Shown:
     """Every parameter of a model as a plain one, with its full value: the same objects over other memory."""
 
-    def __init__(self, engine: Engine, values: dict[Slot, Tensor], grads: dict[Slot, Tensor]):
-        self._engine, self.values = engine, values
+    def __init__(self, values: dict[Slot, Tensor], grads: dict[Slot, Tensor]):
+        self.values = values
         self._flags = {slot: slot.param.requires_grad for slot in values}
         for slot, value in values.items():
             slot.unbind(value)
@@ -114,21 +92,19 @@ class Shown:
             lane.changed()  # graphs that were made with the plain values are stale
         for slot, flag in flags.items():
             if flag != self._flags[slot]:
-                slot.set_requires_grad(flag)
+                slot.held.set_requires_grad(flag)
         return written
 
 
-def check_unchanged(engine: Engine, slots: Collection[Slot]) -> None:
+def check_unchanged(mesh: Mesh, root: nn.Module, slots: Collection[Slot]) -> None:
     """Inside a write context values may change; parameters may not be exchanged for others. Raises on every rank,
     so that none is left waiting for the others' values."""
-    root = engine.units[0].module
-    assert root is not None
     present = set(root.modules())
     mine = next((text for slot in slots if (text := _exchanged(slot, present))), "")
     known = {id(slot.param) for slot in slots}
     added = [f"{name!r} was added" for name, param in root.named_parameters() if id(param) not in known]
     mine = mine or next(iter(added), "")
-    found = [mine] if engine.mesh.fake else exchange(engine.mesh, mine, "check at the end of zeor.full_params")
+    found = [mine] if mesh.fake else exchange(mesh, mine, "check at the end of zeor.full_params")
     for rank, text in enumerate(found):
         if text:
             raise RuntimeError(
@@ -150,22 +126,22 @@ def _exchanged(slot: Slot, present: set[nn.Module]) -> str:
 
 
 @torch.no_grad()
-def spread(engine: Engine, slots: Collection[Slot]) -> dict[Slot, Tensor]:
+def spread(mesh: Mesh, slots: Collection[Slot]) -> dict[Slot, Tensor]:
     """Rank 0's values of these parameters, which are shown as plain ones, on every rank."""
     values = {}
     for slot in slots:
         values[slot] = slot.param.detach().clone()
-        verbs.broadcast(engine.mesh, values[slot], f"broadcast of {slot.name!r}")
+        verbs.broadcast(mesh, values[slot], f"broadcast of {slot.name!r}")
     return values
 
 
 @torch.no_grad()
-def write_back(engine: Engine, values: dict[Slot, Tensor]) -> None:
+def write_back(unfilled: Unfilled, values: dict[Slot, Tensor]) -> None:
     """Values that are the same on every rank into master and compute. A parameter that had none and was not written
     still has none."""
     for slot, value in values.items():
-        if slot not in engine.unfilled.slots or not bool(value.isnan().all()):
-            slot.store(value)
+        if slot not in unfilled.slots or not bool(value.isnan().all()):
+            slot.held.store(value)
 
 
 def sum_of_bits(value: Tensor) -> int:

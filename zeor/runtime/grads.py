@@ -15,6 +15,8 @@ is kept, the tensors autograd made are adopted as they are, and `parts` holds th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -237,7 +239,37 @@ class GradLane(RunningSum):
             own.copy_(new)
         return home if self.column.grad is Residency.FULL else own
 
+    # ---- gradients that need no reduce: see Note [Direct gradients] in direct.py
+
+    def fold_direct(self, counts: Sequence[float] | None) -> None:
+        """Into the sum. `counts`: by parameter, where the sum is one over items."""
+        if not self.direct:
+            return
+        if self.sum is None and not self.adopts:
+            numel = self.layout.numel if self.column.grad is Residency.FULL else self.layout.slice_numel
+            self.sum = torch.zeros(numel, dtype=wide(self.reduce_dtype), device=self.mesh.device)
+        self.widen()
+        for param, grad in self.direct.take(keep=counts is not None):
+            if self.adopts and param not in self.parts:
+                self.parts[param] = torch.zeros_like(grad)
+            if counts is None:
+                self.local(param).add_(grad)
+            else:
+                self.local(param).add_(grad, alpha=counts[param])
+
+    def unfold_direct(self, param: int, count: float) -> None:
+        """The factor 1 / `count` of this gradient was taken off."""
+        grad = self.direct.take_back(param)
+        if grad is not None:
+            self.local(param).sub_(grad, alpha=count)
+            self.direct.collect(param, grad)
+
     # ---- use
+
+    def cut(self, param: int, flat: Tensor) -> Tensor:
+        """This rank's part of a flat tensor of a parameter's size."""
+        segment = self._where.get(param)
+        return flat[:0] if segment is None else flat[segment.start : segment.start + segment.numel]
 
     @property
     def unreduced(self) -> bool:

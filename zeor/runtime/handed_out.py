@@ -9,46 +9,48 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from zeor.runtime.unit import Slot
+from zeor.memory.view import Held
+from zeor.runtime.extension import Extension
 
 
-class HandedOut:
+class HandedOut(Extension):
     """Copies are held weakly: one that nobody holds any more, nor a view of it, cannot be written to."""
 
     def __init__(self) -> None:
-        self._out: dict[Slot, list[tuple[Callable[[], Tensor | None], int]]] = {}
+        self._out: dict[Held, list[tuple[Callable[[], Tensor | None], int]]] = {}
 
-    def give(self, slot: Slot, grad: Tensor, is_copy: bool) -> Tensor:
+    def give(self, held: Held, grad: Tensor, is_copy: bool) -> Tensor:
         """`grad` is the whole gradient of a parameter: the memory itself, or a copy."""
         ref = weakref.ref(grad) if is_copy else lambda: grad
-        self._out.setdefault(slot, []).append((ref, grad._version))
+        self._out.setdefault(held, []).append((ref, grad._version))
         return grad
 
+    def begin_backward(self, said: dict[str, Any]) -> None:
+        self.heed()
+
     def heed(self) -> None:
-        """Before gradients are used."""
         if self._out:
             self._take_over()
 
     @torch.no_grad()
     def _take_over(self) -> None:
         out, self._out = self._out, {}
-        for slot, given in out.items():
+        for held, given in out.items():
             for ref, version in given:
                 tensor = ref()
                 if tensor is None:
                     continue
-                if tensor._version != version and slot.get_grad() is not None:
-                    local = slot.local_grad()  # forgets the norm
+                if tensor._version != version and held.get_grad() is not None:
+                    local = held.local_grad()  # forgets the norm
                     if local.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-                        local.copy_(slot.cut(tensor))
-                self._out.setdefault(slot, []).append((ref, tensor._version))
+                        local.copy_(held.cut(tensor))
+                self._out.setdefault(held, []).append((ref, tensor._version))
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, held: Held) -> None:
         """The gradient was set to None: what is left of it in the user's hands is his alone."""
-        self._out.pop(slot, None)
+        self._out.pop(held, None)

@@ -39,8 +39,9 @@ from zeor.runtime import added, saved
 from zeor.runtime.casts import Casts
 from zeor.runtime.engine import Engine
 from zeor.runtime.entries import Entry
+from zeor.runtime.extension import overriding
+from zeor.runtime.passes import inside_backward
 from zeor.runtime.recompute import Recompute
-from zeor.runtime.stray import inside_backward
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -126,10 +127,10 @@ class Hooks:
         self._guard_conversions()
         self._leave_rnn_weights()
         self.recompute = Recompute(engine.units, engine.plan.recompute, engine.mesh.device)
-        self._param_handles = [collect_from(slot) for slot in engine.slots if slot.lane.grads is not None]
+        self._param_handles = [collect_from(slot, engine) for slot in engine.slots if slot.lane.grads is not None]
         self._casts: list[Casts] = []  # of the model's forwards that are running
         self._saving: Unit | None = None  # the unit in whose forward our hooks for saved tensors are on
-        engine.freezing.watch(self)
+        self._saw_input = overriding(engine.extensions, "saw_input")
         holders = {module for slot in engine.slots for module, _ in slot.owners}
         for module in holders:
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
@@ -144,7 +145,7 @@ class Hooks:
 
     def thawed(self, slots: Sequence[Slot]) -> None:
         """These parameters begin to train: see freezing.py."""
-        self._param_handles += [collect_from(slot) for slot in slots]
+        self._param_handles += [collect_from(slot, self._engine) for slot in slots]
 
     def pause(self) -> None:
         added.ignore(self._model)
@@ -316,7 +317,8 @@ class Hooks:
         if unit.is_root and DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp()
         if unit.is_root and grad:
-            engine.first_batch.note((args, kwargs))
+            for saw in self._saw_input:
+                saw((args, kwargs))
         engine.forward.enter(unit, grad, entry)
         aliases: list[Tensor] = []
         if unit.is_root:
@@ -410,29 +412,18 @@ class Hooks:
             )
 
 
-def collect_from(slot: Slot) -> Any:
-    """Hand every gradient autograd accumulates into the parameter to the engine."""
+def collect_from(slot: Slot, engine: Engine) -> Any:
+    """Hand every gradient autograd accumulates into the parameter to the engine, unless the parameter is shown as a
+    plain one."""
     # Weak: autograd's hooks are not seen by Python's collector, and a slot reaches its own parameter.
-    ref = weakref.ref(slot)
+    ref, engine_ref = weakref.ref(slot), weakref.ref(engine)
 
     def hook(param: Tensor) -> None:
-        owner = ref()
-        if owner is not None and owner.collects:
-            owner.engine.backward.collect(owner)
+        owner, its_engine = ref(), engine_ref()
+        if owner is not None and its_engine is not None and owner.bound:
+            its_engine.backward.collect(owner)
 
     return when_accumulated(slot.param, hook)
-
-
-def take_off_before_backward(param: nn.Parameter, slot: Slot) -> None:
-    """Before autograd accumulates into a plain parameter, its sharded gradient must be out of the way."""
-    ref = weakref.ref(slot)
-
-    def hook(grad: Tensor) -> None:
-        owner = ref()
-        if owner is not None and not owner.engine.is_given:
-            owner.engine.backward.begin()
-
-    param.register_hook(hook)
 
 
 def _aliased(args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Tensor]]:

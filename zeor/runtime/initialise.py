@@ -30,10 +30,11 @@ from zeor.comm.agree import same_everywhere
 from zeor.memory import param as parameters
 from zeor.runtime import events
 from zeor.runtime.engine import Engine
-from zeor.runtime.full import gather_values, sum_of_bits
-from zeor.runtime.meta import BufferPlace, named_buffers, replace_buffer
+from zeor.runtime.full import sum_of_bits
+from zeor.runtime.meta import named_buffers, replace_buffer
 from zeor.runtime.sharded import state_of
-from zeor.runtime.unit import Slot, Unit
+from zeor.runtime.unfilled import BufferPlace
+from zeor.runtime.unit import Slot, Unit, gather_values
 
 Init = Callable[[nn.Module], Any]
 
@@ -79,9 +80,9 @@ def init_parameters(model: nn.Module, seed: int = 0, init: Init | None = None, m
 class _Values(TorchFunctionMode):
     """Full values in the place of parameters. See Note [Initialising through stand-ins]."""
 
-    def __init__(self, engine: Engine, kept: set[Slot]):
+    def __init__(self, slots: list[Slot], kept: set[Slot]):
         super().__init__()
-        self.engine = engine
+        self.slots = {slot.held: slot for slot in slots}
         self.kept = kept  # have values that must stay: may be read, what is written is dropped
         self.sums: dict[Slot, int] = {}  # what has been stored, with a sum over its bits
         self.unwritten: dict[Slot, None] = {}
@@ -93,9 +94,10 @@ class _Values(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _full(self, param: nn.Parameter) -> Tensor:
-        slot = parameters.held_of(param)
-        if not isinstance(slot, Slot) or slot.engine is not self.engine:
+        held = parameters.held_of(param)
+        if held is None or held not in self.slots:
             return param
+        slot = self.slots[held]
         if slot.unit is not self._unit:
             self.spill()
             self._unit = slot.unit
@@ -106,7 +108,7 @@ class _Values(TorchFunctionMode):
     def _make(self, slot: Slot) -> None:
         if slot in self.sums or slot in self.kept:
             members = [s for s in slot.unit.slots if s.lane is slot.lane and (s in self.sums or s in self.kept)]
-            values = gather_values(self.engine, slot.lane, [s for s in members if s not in self._live])
+            values = gather_values(slot.lane, [s for s in members if s not in self._live])
             self._live.update({s: value.cpu() for s, value in values.items()})
         else:
             blank = math.nan if slot.dtype.is_floating_point else 0
@@ -131,13 +133,13 @@ class _Values(TorchFunctionMode):
         self._unit = None
 
     def __enter__(self) -> Any:
-        for slot in self.engine.slots:
+        for slot in self.slots.values():
             slot.param.__class__ = slot.kind  # so that every operation, its own methods too, comes to this mode
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for lane in dict.fromkeys(slot.lane for slot in self.engine.slots):
+        for lane in dict.fromkeys(slot.lane for slot in self.slots.values()):
             lane.dress()
 
 
@@ -145,10 +147,10 @@ class _Run:
     """One call: what is to be filled, and what has become of it."""
 
     def __init__(self, engine: Engine, model: nn.Module, missing_only: bool):
-        self.engine, self.model = engine, model
+        self.mesh, self.slots, self.unfilled, self.model = engine.mesh, engine.slots, engine.unfilled, model
         absent = set(engine.unfilled.slots)
         self.wanted = absent if missing_only else set(engine.slots)
-        self.values = _Values(engine, set(engine.slots) - self.wanted)
+        self.values = _Values(engine.slots, set(engine.slots) - self.wanted)
         self.buffers: dict[BufferPlace, tuple[Tensor, Tensor, int]] = {}  # place: (meta, blank, version)
         places = {(buffer.module, buffer.attr) for buffer in engine.unfilled.meta_buffers()}
         self.meta_buffers = [buffer for buffer in named_buffers(model) if (buffer.module, buffer.attr) in places]
@@ -173,7 +175,7 @@ class _Run:
 
     def check(self) -> None:
         """Everything that was to be filled is."""
-        for slot in self.engine.slots:
+        for slot in self.slots:
             for module, attr in slot.owners:
                 if module._parameters.get(attr) is not slot.param:
                     raise RuntimeError(
@@ -194,20 +196,20 @@ class _Run:
                 )
         names = {slot.name: total for slot, total in self.values.sums.items()}
         lines = [f"{name!r} with the checksum {names[name]}" for name in sorted(names)]
-        same_everywhere(self.engine.mesh, "initial values", lines)
+        same_everywhere(self.mesh, "initial values", lines)
 
     def finish(self) -> None:
         for slot in self.wanted:
-            self.engine.unfilled.fill(slot)
+            self.unfilled.fill(slot)
         for place in self.buffers:
             value = place.value
             if value is not None:
-                replace_buffer(self.model, value, value.to(self.engine.mesh.device))
+                replace_buffer(self.model, value, value.to(self.mesh.device))
 
 
 def _find_work(run: _Run, init: Init | None) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
     """(name, what to call) for each module, children before parents: the order in which constructors end."""
-    slots = {id(slot.param): slot for slot in run.engine.slots}
+    slots = {id(slot.param): slot for slot in run.slots}
     work: list[tuple[str, list[Callable[[], Any]]]] = []
     for name, module, ancestor in _post_order(run.model, "", None, set()):
         own = run.concerns(module, slots)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,20 @@ from torch.optim import Optimizer
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
+from zeor.memory.view import Held
 from zeor.runtime import events, full, settings
 from zeor.runtime.edits import Edits
+from zeor.runtime.engine import Engine
+from zeor.runtime.events import Announcer, Block
+from zeor.runtime.settings import Settings
 from zeor.runtime.sharded import engine_of
-
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
 
 OnStep = Callable[[], Any] | Mapping[Optimizer, Callable[[], Any]] | None
 
 NOBODY, LEFT, FAILED, FIRST_EVENT = range(4)
 
 
-class Join:
+class Join(Block):
     def __init__(self, engines: Sequence[Engine], on_step: OnStep):
         self._engines, self._on_step = list(engines), on_step
         self._mesh = engines[0].mesh
@@ -61,15 +62,22 @@ class Join:
 
     # ---- those who compute
 
-    def announce(self, engine: Engine, event: str, detail: Any = None) -> list[Any]:
+    def _engine_of(self, announcer: Announcer) -> int:
+        return next(i for i, engine in enumerate(self._engines) if engine.announcer is announcer)
+
+    def note_edit(self, held: Held, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.edits.note(held, verb, args, kwargs)
+
+    def announce(self, by: Announcer, event: str, detail: Any = None) -> list[Any]:
         """This rank is about to do something that all must do. `detail`: what a rank that follows must know, or a
         function that says it. Returns what the ranks told, None of one that has left."""
         if self.playing or self._inside or self._over:
             return []
+        which = self._engine_of(by)
+        engine = self._engines[which]
         if engine.plain and event not in events.NEEDS_NO_DETAIL:
-            engine.heed_plain_grads()
+            engine.heed()
         self._round_off(engine)
-        which = self._engines.index(engine)
         codes = self._vote(FIRST_EVENT + which * len(events.EVENTS) + events.EVENTS.index(event), events.SAID[event])
         self._heed(codes)
         if event == events.TOTAL:
@@ -103,14 +111,14 @@ class Join:
         """See totals.py."""
         if self.playing:
             raise RuntimeError("zeor.total was called by on_step of zeor.join; a rank that has left counts nothing.")
-        return self.announce(self._engines[0], events.TOTAL, numbers)
+        return self.announce(self._engines[0].announcer, events.TOTAL, numbers)
 
     @contextmanager
-    def event(self, engine: Engine, event: str, detail: Callable[[], Any]) -> Iterator[None]:
+    def event(self, by: Announcer, event: str, detail: Any) -> Iterator[None]:
         """An event that is played as a whole: what is announced inside it is part of it."""
         outermost = not self._inside
         if outermost:
-            self.announce(engine, event, detail)
+            self.announce(by, event, detail)
         self._inside = True
         try:
             yield
@@ -196,7 +204,7 @@ class Join:
     def _set_playing(self, playing: bool) -> None:
         self.playing = playing
         for engine in self._engines:
-            engine.settings.silent = playing
+            engine.feature(Settings).silent = playing
 
     def _follow(self, engine: Engine, event: str, skip: int) -> int:
         """Take part in one event; how much of what will be told next this rank has done itself."""
@@ -220,7 +228,7 @@ class Join:
         if event == events.ENTRY:
             engine.forward.play(detail["train"], detail["entry"])
         elif event == events.BACKWARD or event == events.BACKWARD_KEPT:
-            engine.backward.play(event == events.BACKWARD, detail["mean"])
+            engine.backward.play(event == events.BACKWARD, detail)
         elif event == events.NORM:
             engine.norms.compute([engine.slots[i] for i in detail["slots"]], detail["ord"])
         elif event == events.STEP:
@@ -228,7 +236,7 @@ class Join:
         elif event == events.GRADS:
             engine.slots[detail].lane.gather_grads()
         elif event == events.FULL:
-            full.take_part(engine, detail["grads"])
+            full.take_part(engine.units, detail["grads"])
         else:
             self._over = True
             raise _refusal(detail, self.left)
@@ -324,7 +332,7 @@ def join(model: Any, on_step: OnStep = None) -> Iterator[None]:
     block = Join(engines, on_step)
     events.open_joins.append(block)
     for engine in engines:
-        engine.joining = block
+        engine.announcer.block = block
     try:
         yield
     except Exception as error:
@@ -335,7 +343,7 @@ def join(model: Any, on_step: OnStep = None) -> Iterator[None]:
     finally:
         events.open_joins.remove(block)
         for engine in engines:
-            engine.joining = None
+            engine.announcer.block = None
 
 
 def _check(engines: Sequence[Engine]) -> None:

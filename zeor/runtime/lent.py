@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeor.runtime.extension import Extension
 from zeor.runtime.unit import Unit
 
 
-class Lent:
-    """A Rider: see reduces.py."""
-
+class Lent(Extension):
     def __init__(self, units: Sequence[Unit]):
         self._units = [unit for unit in units if unit.frees]
         self._agreed: list[Unit] = []  # looked at on some rank, as the last backward found it

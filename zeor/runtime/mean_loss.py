@@ -39,7 +39,7 @@ def mean_loss(model: Any, loss_sum: Tensor, count: int | float | Tensor) -> Tens
         count = count.detach().reshape(()).clone()
     elif isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 <= count < float("inf"):
         raise ValueError(f"zeor.mean_loss takes the number of items, at least 0; it got {count!r}.")
-    return _MeanLoss.apply(loss_sum.reshape(()), engine.counts, count)  # type: ignore[no-any-return]
+    return _MeanLoss.apply(loss_sum.reshape(()), engine.feature(Counts), count)  # type: ignore[no-any-return]
 
 
 class _MeanLoss(torch.autograd.Function):

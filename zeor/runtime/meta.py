@@ -1,15 +1,14 @@
 """Models without values: parameters on the meta device, from construction until something fills them.
 
-`on_meta()` builds such a model; `Unfilled` knows, for one sharded model, which parameters and buffers still have no
-values and refuses to compute with them; `settle` decides it when a model is sharded: rank 0's word counts, so rank 0
-may hold a model that the others only describe. Filling is done elsewhere (initialise.py, checkpoint/).
+`on_meta()` builds such a model; `settle` decides, when a model is sharded, what of it has no values (unfilled.py): rank
+0's word counts, so rank 0 may hold a model that the others only describe. Filling is done elsewhere (initialise.py,
+checkpoint/).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,8 @@ from torch.optim import Optimizer
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
-
-if TYPE_CHECKING:
-    from zeor.runtime.unit import Slot
-
-HOW = "fill the model with zeor.load_pretrained(model, folder) or zeor.init_parameters(model) first"
+from zeor.runtime.unfilled import BufferPlace, Unfilled
+from zeor.runtime.unit import Slot
 
 
 @contextmanager
@@ -54,54 +50,6 @@ def _described(param: nn.Parameter) -> nn.Parameter:
         made.__class__ = type(param)
     made.__dict__.update(param.__dict__)
     return made
-
-
-class BufferPlace(NamedTuple):
-    module: nn.Module
-    attr: str
-    name: str
-
-    @property
-    def value(self) -> Tensor | None:
-        return self.module._buffers.get(self.attr)
-
-
-class Unfilled:
-    """What of one model has no values yet. Empty for a model that was sharded with values: then it costs nothing."""
-
-    def __init__(self) -> None:
-        self.slots: dict[Slot, None] = {}  # in the order of the model
-        self.buffers: list[BufferPlace] = []
-
-    def check(self) -> None:
-        """Before anything computes with the model or reads it whole."""
-        if self.slots:
-            raise RuntimeError(sentence(next(iter(self.slots)).name))
-        if self.buffers:
-            self.buffers = self.meta_buffers()
-            if self.buffers:
-                raise RuntimeError(
-                    f"Buffer {self.buffers[0].name!r} is still on the meta device; build the model inside "
-                    "`with zeor.on_meta():`, which keeps buffers real, or assign it a value."
-                )
-
-    def fill(self, slot: Slot) -> None:
-        """It has values from now on."""
-        if slot in self.slots:
-            del self.slots[slot]
-            slot.lane.dress()  # it may be read now
-
-    def check_slot(self, slot: Slot) -> None:
-        if slot in self.slots:
-            raise RuntimeError(sentence(slot.name))
-
-    def meta_buffers(self) -> list[BufferPlace]:
-        """Those that nobody, the user included, has given a value."""
-        return [buffer for buffer in self.buffers if buffer.value is not None and buffer.value.is_meta]
-
-
-def sentence(name: str) -> str:
-    return f"Parameter {name!r} was on the meta device when zeor.shard ran and has no values yet; {HOW}."
 
 
 def settle(mesh: Mesh, model: nn.Module, slots: Sequence[Slot], unfilled: Unfilled) -> None:
@@ -150,10 +98,10 @@ def named_buffers(model: nn.Module) -> Iterator[BufferPlace]:
 
 
 @torch.no_grad()
-def receive_values(slots: Sequence[Slot], device: torch.device) -> None:
+def receive_values(slots: Sequence[Slot], device: torch.device, unfilled: Unfilled) -> None:
     """Memory for what rank 0 holds and this rank only describes; the values come when the unit is packed."""
     for slot in slots:
-        if slot.param.is_meta and slot not in slot.engine.unfilled.slots:
+        if slot.param.is_meta and slot not in unfilled.slots:
             made = nn.Parameter(torch.empty_like(slot.param, device=device), requires_grad=slot.param.requires_grad)
             torch.utils.swap_tensors(slot.param, made)
 

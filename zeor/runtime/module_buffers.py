@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
 from zeor.comm.mesh import Mesh
+from zeor.runtime.extension import Extension
 
 log = logging.getLogger("zeor")
 
@@ -67,8 +68,8 @@ class _Holder:
         return CHANGED if changed else SAME
 
 
-class ModuleBuffers:
-    """The buffers of one sharded model; `told` and `heard` are its part in the end of every backward."""
+class ModuleBuffers(Extension):
+    """The buffers of one sharded model."""
 
     def __init__(self, mesh: Mesh, model: nn.Module, how: str):
         self._mesh, self._how = mesh, how
@@ -92,7 +93,7 @@ class ModuleBuffers:
         count = len(self._holders)
         self._most, self._least = list(largest[:count]), [-state for state in largest[count:]]
 
-    def step(self) -> None:
+    def end_step(self) -> None:
         """A step: what any rank changed becomes the same on all. One collective, or none."""
         if OTHER_SHAPE in self._most:
             self._warn()

@@ -26,14 +26,15 @@ from torch import Tensor
 
 from zeor.comm.mesh import Mesh
 from zeor.memory.device import Arriving
+from zeor.runtime.extension import Extension
 from zeor.runtime.norms import Norms, own_norms
 from zeor.runtime.unit import Slot
 
 log = logging.getLogger("zeor")
 
 
-class NonFinite:
-    """One engine's policy. `told` and `heard` are its part in the end of every backward."""
+class NonFinite(Extension):
+    """One engine's policy."""
 
     def __init__(self, mesh: Mesh, norms: Norms, slots: Sequence[Slot], how: str):
         self._mesh, self._norms, self._how = mesh, norms, how
@@ -158,7 +159,7 @@ def _own_norms(slots: Sequence[Slot]) -> Tensor:
     where it holds none."""
     grads = [(slot.lane.grads, slot.index) for slot in slots if slot.lane.grads is not None]
     wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in grads) else torch.float32
-    none = torch.zeros((), device=slots[0].engine.mesh.device, dtype=wide)
+    none = torch.zeros((), device=slots[0].lane.mesh.device, dtype=wide)
     rests = [bool(each.resting) for each, _ in grads]
     away = iter(own_norms([each for each, rested in zip(grads, rests) if rested], 2.0, none))
     here = iter(own_norms([each for each, rested in zip(grads, rests) if not rested], math.inf, none))

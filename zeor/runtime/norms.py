@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +18,22 @@ from torch import Tensor
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.runtime import events
+from zeor.runtime.events import Announcer
 from zeor.runtime.grads import GradLane
+from zeor.runtime.handed_out import HandedOut
 from zeor.runtime.unit import Slot
 
 
 class Norms:
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        self._slots: list[Slot] = []
+    def __init__(self, mesh: Mesh, announcer: Announcer, handed_out: HandedOut):
+        self._mesh, self._announcer, self._handed_out = mesh, announcer, handed_out
+        self._all: Sequence[Slot] = ()
+        self._slots: list[Slot] = []  # that have gradients
         self._known: dict[float, dict[Slot, tuple[Tensor, int]]] = {}  # with GradLane.folds at that time
         self._factor: tuple[Tensor, int | None, Tensor] | None = None
 
     def watch(self, slots: Sequence[Slot]) -> None:
-        self._slots = [slot for slot in slots if slot.lane.grads is not None]
+        self._all, self._slots = slots, [slot for slot in slots if slot.lane.grads is not None]
 
     def forget(self, slot: Slot) -> None:
         for known in self._known.values():
@@ -51,13 +55,15 @@ class Norms:
 
     def of_grad(self, slot: Slot, ord: float) -> Tensor:
         """One gradient's norm, remembered factor included."""
+        self._handed_out.heed()
         grads = slot.ready_grads()
         known = self._known.setdefault(ord, {})
         if _is_stale(slot, known):
             stale = [s for s in self._slots if s.lane.grads.has[s.index] and _is_stale(s, known)]  # type: ignore[union-attr]
-            slot.engine.announce(events.NORM, lambda: {"slots": _places(stale), "ord": ord})
+            self._announcer.announce(events.NORM, lambda: {"slots": self._places(stale), "ord": ord})
             self.compute(stale, ord)
-        norm, scale = known[slot][0], grads.scales[slot.index]
+        norm: Tensor = known[slot][0]
+        scale: Any = grads.scales[slot.index]
         return norm if scale is None or ord == 0 else norm * abs(scale)
 
     def compute(self, slots: list[Slot], ord: float) -> None:
@@ -100,13 +106,15 @@ class Norms:
         rows = verbs.gather_vector(self._mesh, local.pow(ord), "norms of the gradients")
         return rows.sum(0).pow(1.0 / ord)
 
-    def check_and_unscale(self, slots: Sequence[Slot], found_inf: Tensor, inv_scale: Tensor) -> None:
+    def _places(self, slots: list[Slot]) -> list[int]:
+        places = {slot: place for place, slot in enumerate(self._all)}
+        return [places[slot] for slot in slots]
+
+    def check(self, slots: Sequence[Slot], found_inf: Tensor) -> None:
         """GradScaler: every rank sees the same norms, so all skip the step or none does."""
         largest = torch.stack([self.of_grad(slot, math.inf) for slot in slots])
         bad = (~torch.isfinite(largest)).any().to(found_inf)
         found_inf.copy_(torch.maximum(found_inf, bad))
-        for slot in slots:
-            slot.scale_grad(inv_scale)
 
 
 def own_norms(grads: Sequence[tuple[GradLane, int]], ord: float, none: Tensor) -> list[Tensor]:
@@ -120,11 +128,6 @@ def own_norms(grads: Sequence[tuple[GradLane, int]], ord: float, none: Tensor) -
         norm.to(none.dtype) if norm is not None else next(found) if part.numel() else none
         for norm, part in zip(known, parts)
     ]
-
-
-def _places(slots: list[Slot]) -> list[int]:
-    places = {slot: place for place, slot in enumerate(slots[0].engine.slots)}
-    return [places[slot] for slot in slots]
 
 
 def _is_stale(slot: Slot, known: dict[Slot, tuple[Tensor, int]]) -> bool:

@@ -9,27 +9,48 @@ It knows neither hooks nor gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+import torch
+
+from zeor.comm.mesh import Mesh
+from zeor.memory.buffers import Ledger
+from zeor.plan import Plan
 from zeor.runtime import order as orders
 from zeor.runtime.gathers import Gathers
 from zeor.runtime.order import Orders, Walk
 from zeor.runtime.schedule import Action, Schedule, Traits
-from zeor.runtime.stray import StrayReads
 from zeor.runtime.unit import Unit
 
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
+Record = Callable[[str, int], None]
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Borrowed:
+    """Something has put other values in the weights' place for a while (`by`: what)."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+    def refuse(self, what: str) -> None:
+        if self.by is not None:
+            raise RuntimeError(f"{what} inside {self.by}, where the weights are an average; do it outside.")
 
 
 class Passes:
-    def __init__(self, engine: Engine, under_way: Callable[[], str]):
-        self.engine, self.mesh, self.units, self.plan = engine, engine.mesh, engine.units, engine.plan
-        self.record = engine.record
+    """`record(verb, unit)` hears of each action; `under_way` says what else is waited for."""
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, units: list[Unit], ledger: Ledger, record: Record, under_way: Callable[[], str]
+    ):
+        self.plan, self.mesh, self.units, self.ledger, self.record = plan, mesh, units, ledger, record
+        self.forward_walk: Walk | None = None  # while the model's forward runs
         self.orders = Orders(self.mesh, len(self.units))
-        self.stray = StrayReads(engine)
         self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, under_way)
         self.open: list[Unit] = []  # units whose forward is running
+        self.lone: list[Unit] = []  # read inside a unit that was called outside the model's forward
         self.used: set[int] = set()  # units entered since the last step
         self.repeated: set[int] = set()  # units a pass enters more than once
         self.last: int | None = None  # the unit that the last forward left in place for backward to begin with
@@ -92,6 +113,12 @@ class Passes:
     def free_repeated(self) -> None:
         for index in self.repeated - {unit.index for unit in self.open}:
             self.units[index].free()
+
+    def free_lone(self) -> None:
+        """A unit called outside the model's forward is left."""
+        for unit in self.lone:
+            self.free(unit)
+        self.lone.clear()
 
     def put_back(self) -> None:
         """After an exception: nothing is gathered."""

@@ -8,9 +8,10 @@ direct.py. It is computed with the value, so that backward needs no collective o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from zeor.comm import verbs
 from zeor.layout import Segment
 from zeor.runtime import events
+from zeor.runtime.backward import Backward
+from zeor.runtime.counts import Counts
+from zeor.runtime.extension import Extension
+from zeor.runtime.freezing import Freezing
 from zeor.runtime.lane import Lane
+from zeor.runtime.reduces import Reducer
 from zeor.runtime.sharded import state_of
-from zeor.runtime.unit import Slot
-
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
+from zeor.runtime.unit import Slot, Unit
 
 Chosen = Callable[[str], bool] | Iterable[str | nn.Parameter] | None
 _TRIED_NUMEL = 16
@@ -61,31 +64,68 @@ def penalty(
         _check_separable(fn, named)
     engine.announce(events.OTHER, "zeor.penalty")
     engine.unfilled.check()
-    engine.freezing.settle()
-    slots = [slot for slot in _choose(engine, params) if slot.trains]
+    engine.feature(Freezing).settle()
+    slots = [slot for slot in _choose(engine.slots, params) if slot.trains]
     compute = _by_slices if not whole else _by_wholes
     wants_grad = torch.is_grad_enabled()
-    found = [each for lane, members in _lanes(engine, slots) for each in compute(engine, lane, members, (fn, named))]
-    value = _total(engine, found)
+    found = [each for lane, members in _lanes(engine.units, slots) for each in compute(lane, members, (fn, named))]
+    value = _total(engine.slots, found)
     if not wants_grad or not found:
         return value
     anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-    return _Penalty.apply(anchor, value, engine, found)  # type: ignore[no-any-return]
+    return _Penalty.apply(anchor, value, weakref.ref(engine.feature(Penalties)), found)  # type: ignore[no-any-return]
+
+
+class Penalties(Extension):
+    """Gradients of penalties on their way into the sums: see Note [Direct gradients] in direct.py."""
+
+    def __init__(self, units: Sequence[Unit], reducer: Reducer, backward: Backward, counts: Counts, release: bool):
+        self._units, self._reducer, self.backward = units, reducer, backward
+        self._counts, self._releases = counts, release
+
+    @torch.no_grad()
+    def deliver(self, found: list[Found], factor: Tensor) -> None:
+        for slot, _, grad in found:
+            self._collect(slot, grad * factor)
+
+    def _collect(self, slot: Slot, grad: Tensor) -> None:
+        self.backward.begin()
+        if self._releases:
+            raise RuntimeError(
+                f"zeor.penalty brings the gradient of {slot.name!r} a part of its own at the end of backward, and "
+                "release=True uses gradients up before; leave one of them out."
+            )
+        if slot.trains and slot.lane.grads is not None:
+            slot.lane.grads.direct.collect(slot.index, grad)
+            self._reducer.new.add(slot)
+
+    def end_backward(self) -> None:
+        """Counts are known by now."""
+        counts = self._counts
+        for unit in self._units:
+            for lane in unit.lanes:
+                if lane.grads is not None and lane.grads.direct:
+                    lane.grads.fold_direct([counts.of(s) for s in unit.members(lane)] if counts.mean else None)
 
 
 class _Penalty(torch.autograd.Function):
     """Hands the gradients that were computed with the value over to the slices."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, engine: Engine, found: list[Found]) -> Tensor:
-        ctx.engine, ctx.found = engine, found
+    def forward(
+        ctx: Any, anchor: Tensor, value: Tensor, penalties: weakref.ref[Penalties], found: list[Found]
+    ) -> Tensor:
+        ctx.penalties, ctx.found = penalties, found  # weak: graphs hold no model
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        deliver = partial(_deliver, ctx.engine, ctx.found, grads[0])
-        if ctx.engine.backward.running:
+        penalties = ctx.penalties()
+        if penalties is None:
+            raise RuntimeError("The model that this zeor.penalty was computed of is gone; keep the model.")
+        deliver = partial(penalties.deliver, ctx.found, grads[0])
+        if penalties.backward.running:
             deliver()
         else:
             # What comes next may still say what kind of backward this is (mean_loss); else it is this alone.
@@ -93,29 +133,23 @@ class _Penalty(torch.autograd.Function):
         return None, None, None, None
 
 
-def _deliver(engine: Engine, found: list[Found], factor: Tensor) -> None:
-    with torch.no_grad():
-        for slot, _, grad in found:
-            engine.backward.collect_direct(slot, grad * factor)
-
-
 # ---- values and gradients
 
 
-def _lanes(engine: Engine, slots: list[Slot]) -> Iterator[tuple[Lane, list[Slot]]]:
+def _lanes(units: Sequence[Unit], slots: list[Slot]) -> Iterator[tuple[Lane, list[Slot]]]:
     """In the order of the model: the same on every rank."""
     chosen = set(slots)
-    for unit in engine.units:
+    for unit in units:
         for lane in unit.lanes:
             members = [slot for slot in unit.slots if slot.lane is lane and slot in chosen]
             if members:
                 yield lane, members
 
 
-def _by_slices(engine: Engine, lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iterator[Found]:
+def _by_slices(lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iterator[Found]:
     """Each rank its own slice. One that updates everything computes everybody's, with the same cuts: the same bits."""
     assert lane.master is not None and lane.grads is not None
-    mesh, layout = engine.mesh, lane.layout
+    mesh, layout = lane.mesh, lane.layout
     for slot in slots:
         values: list[Tensor | None] = [None] * mesh.world
         grads = []
@@ -132,12 +166,12 @@ def _by_slices(engine: Engine, lane: Lane, slots: list[Slot], fn: tuple[Callable
         yield Found(slot, values, torch.cat([none, *grads]))
 
 
-def _by_wholes(engine: Engine, lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iterator[Found]:
+def _by_wholes(lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iterator[Found]:
     flat = lane.gather_master()
     for slot in slots:
         leaf = lane.part(flat, slot.index).view(slot.shape).clone()
         value, grad = _evaluate(slot, leaf, fn, partial(_same, slot))
-        yield Found(slot, [value], slot.cut(grad).clone() if torch.is_grad_enabled() else grad)
+        yield Found(slot, [value], slot.held.cut(grad).clone() if torch.is_grad_enabled() else grad)
 
 
 def _evaluate(slot: Slot, leaf: Tensor, fn: tuple[Callable, bool], cut: Callable) -> tuple[Tensor, Tensor]:
@@ -161,35 +195,36 @@ def _cut(slot: Slot, start: int, numel: int, full: Tensor) -> Tensor:
 def _same(slot: Slot, full: Tensor) -> Tensor:
     if tuple(full.shape) != slot.shape:
         raise ValueError(f"cut() takes a tensor of the shape of {slot.name!r}, {slot.shape}, not {tuple(full.shape)}.")
-    return full.detach().to(slot.engine.mesh.device)
+    return full.detach().to(slot.lane.mesh.device)
 
 
-def _total(engine: Engine, found: list[Found]) -> Tensor:
+def _total(slots: Sequence[Slot], found: list[Found]) -> Tensor:
     """Per rank in the order of the model, then over ranks in rank order."""
+    lane = slots[0].lane
     masters = {each.slot.lane.master.dtype for each in found if each.slot.lane.master is not None}
     dtype = torch.float64 if torch.float64 in masters else torch.float32
     width = max((len(each.values) for each in found), default=1)
-    sums = torch.zeros(width, dtype=dtype, device=engine.mesh.device)
+    sums = torch.zeros(width, dtype=dtype, device=lane.mesh.device)
     for each in found:
         for rank, value in enumerate(each.values):
             if value is not None:
                 sums[rank] += value
-    shared = width > 1 and not engine.slots[0].lane.updates_whole
+    shared = width > 1 and not lane.updates_whole
     if shared:
-        sums = verbs.gather_vector(engine.mesh, sums[engine.mesh.rank : engine.mesh.rank + 1], "sum of zeor.penalty")
+        sums = verbs.gather_vector(lane.mesh, sums[lane.mesh.rank : lane.mesh.rank + 1], "sum of zeor.penalty")
     return sums.view(-1).sum()
 
 
 # ---- what the user gave
 
 
-def _choose(engine: Engine, params: Chosen) -> list[Slot]:
+def _choose(slots: list[Slot], params: Chosen) -> list[Slot]:
     if params is None:
-        return engine.slots
+        return slots
     if callable(params):
-        return [slot for slot in engine.slots if params(slot.name)]
-    by_name = {slot.name: slot for slot in engine.slots}
-    by_id = {id(slot.param): slot for slot in engine.slots}
+        return [slot for slot in slots if params(slot.name)]
+    by_name = {slot.name: slot for slot in slots}
+    by_id = {id(slot.param): slot for slot in slots}
     chosen = set()
     for item in params:
         slot = by_name.get(item) if isinstance(item, str) else by_id.get(id(item))
@@ -199,7 +234,7 @@ def _choose(engine: Engine, params: Chosen) -> list[Slot]:
             hint = f", did you mean {close[0]!r}?" if close else "."
             raise ValueError(f"zeor.penalty was given {what}, which is no parameter of this model{hint}")
         chosen.add(slot)
-    return [slot for slot in engine.slots if slot in chosen]
+    return [slot for slot in slots if slot in chosen]
 
 
 def _check_number(value: Any, name: str) -> None:

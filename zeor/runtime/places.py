@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,10 +16,7 @@ from zeor.comm.mesh import Mesh
 from zeor.memory.device import DeviceMemory
 from zeor.memory.rest import LaneRest, Store, Tiers
 from zeor.plan import OFFLOADED, Plan, Share
-
-if TYPE_CHECKING:
-    from zeor.runtime.lane import LaneKey
-
+from zeor.runtime.lane import LaneKey
 
 CROWDED = 0.7  # of the device
 

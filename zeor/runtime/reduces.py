@@ -18,26 +18,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from zeor.comm.mesh import Mesh
+from zeor.runtime.extension import Extension, overriding
 from zeor.runtime.unit import Slot, Unit
 
 PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 0.05  # at first, and once it has run out
 
 log = logging.getLogger("zeor")
-
-
-class Rider(Protocol):
-    """Something else that ranks agree on at the end of a backward: its numbers travel with the reducer's."""
-
-    @property
-    def told_count(self) -> int: ...
-
-    def told(self) -> list[int]: ...
-
-    def heard(self, largest: Sequence[int]) -> None:
-        """The largest of what each rank told."""
 
 
 class Reducer:
@@ -46,11 +34,14 @@ class Reducer:
         self._record = record
         self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
         self._under_way: list[Unit] = []
-        self.riders: list[Rider] = []
-        self.finished: Callable[[Unit], None] = lambda unit: None  # told of each unit whose sum is there
+        self.extend(())
         self._unreduced: set[Slot] = set()  # had a gradient inside no_sync, on this rank, and nobody knows yet
         self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
         self.begin([], diverged=False, factor=1.0)
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self._riders = [each for each in extensions if type(each).told is not Extension.told]
+        self._when_reduced = overriding(extensions, "unit_reduced")
 
     def begin(self, order: list[int], diverged: bool, factor: float) -> None:
         """A backward starts. `diverged`: ranks have taken different paths in this step's forwards. `factor`: of the
@@ -129,14 +120,15 @@ class Reducer:
                 lane.grads.finish_reduce(f"unit {unit.name!r}")
         self._under_way.remove(unit)
         self._record("finish", unit.index)
-        self.finished(unit)
+        for reduced in self._when_reduced:
+            reduced(unit)
         for lane in unit.lanes:
             if lane.grads is not None:
                 lane.grads.put_away()
 
     @property
     def told_count(self) -> int:
-        return 1 + 2 * len(self._units) + len(self._slots) + sum(rider.told_count for rider in self.riders)
+        return 1 + 2 * len(self._units) + len(self._slots) + sum(rider.told_count for rider in self._riders)
 
     def told(self) -> list[int]:
         """What ranks must agree on at the end: how far anyone got, what is left (of units that were reduced
@@ -144,7 +136,7 @@ class Reducer:
         pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
         late = [left and unit.index in self.issued for left, unit in zip(pending, self._units)]
         fresh = [left and not again for left, again in zip(pending, late)]
-        ridden = [number for rider in self.riders for number in rider.told()]
+        ridden = [number for rider in self._riders for number in rider.told()]
         had = [slot in self.new or (slot in self._unreduced and _is_held(slot)) for slot in self._slots]
         return [self._next, *late, *fresh, *had, *ridden]
 
@@ -153,7 +145,7 @@ class Reducer:
         largest of what each rank told."""
         self._waits = True
         self._unreduced = set()
-        for rider in reversed(self.riders):
+        for rider in reversed(self._riders):
             begin = len(told) - rider.told_count
             rider.heard(told[begin:])
             told = told[:begin]

@@ -14,36 +14,35 @@ A clip factor is known only when every gradient is, and by then they are gone: c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from zeor.memory.roles import Residency
+from zeor.runtime.backward import Backward
+from zeor.runtime.counts import Counts
+from zeor.runtime.extension import Extension
+from zeor.runtime.reduces import Reducer
 from zeor.runtime.unit import Unit
 
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
 
+class Release(Extension):
+    """Does nothing unless an optimizer gives it an update."""
 
-class Release:
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, units: Sequence[Unit], reducer: Reducer, backward: Backward, counts: Counts):
+        self._units, self._reducer, self._backward, self._counts = units, reducer, backward, counts
         self.keeps = False  # inside zeor.accumulate
         self.updates: list[Callable[[Unit], None]] = []  # one for each optimizer
         self.waits: list[Callable[[Unit], bool]] = []  # whether one needs a unit's gradients in step() itself
         self.done: set[Unit] = set()  # since the last step
 
-    def check(self) -> None:
-        """A backward begins."""
+    def check_backward(self) -> None:
         if self.done:
             raise RuntimeError(
                 "A second backward began before step(), and with release=True the first has updated the weights; run "
                 "all but the last inside `with zeor.accumulate(model):`, or leave release= out."
             )
 
-    def finished(self, unit: Unit) -> None:
-        """A unit's sum is there, in mid-backward."""
-        engine = self._engine
-        if self.keeps or not self.updates or engine.counts.mean or not engine.backward.running:
+    def unit_reduced(self, unit: Unit) -> None:
+        if self.keeps or not self.updates or self._counts.mean or not self._backward.running:
             return
         if any(waits(unit) for waits in self.waits):
             return
@@ -51,16 +50,16 @@ class Release:
         if any(lane.column.grad is Residency.FULL and lane.mesh.world > 1 for lane in lanes):
             return
         trained = [slot for slot in unit.slots if slot.lane.grads is not None and slot.lane.grads.trains[slot.index]]
-        if not unit.is_root and trained and all(slot in engine.reducer.new for slot in trained):
+        if not unit.is_root and trained and all(slot in self._reducer.new for slot in trained):
             for slot in trained:
                 slot.lane.grads.has[slot.index] = True  # type: ignore[union-attr]
             self._update(unit)
 
-    def finish(self) -> None:
-        """Backward is over, and who has a gradient is known."""
+    def end_backward(self) -> None:
+        """Who has a gradient is known."""
         if self.keeps or not self.updates:
             return
-        for unit in self._engine.units:
+        for unit in self._units:
             if unit in self.done or any(waits(unit) for waits in self.waits):
                 continue
             if any(lane.grads is not None and any(lane.grads.has) for lane in unit.lanes):
@@ -69,6 +68,9 @@ class Release:
     def abandon(self) -> None:
         """A backward raised half-way: what it updated stays so. Where slices are published other ranks see it with the
         next step: ranks may have come differently far, so nothing can be sent here."""
+        self.done.clear()
+
+    def end_step(self) -> None:
         self.done.clear()
 
     def _update(self, unit: Unit) -> None:

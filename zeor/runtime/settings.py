@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from zeor.comm.agree import exchange, first_difference
 from zeor.comm.mesh import Mesh
+from zeor.runtime.extension import Extension
 from zeor.runtime.order import NOTHING
 
 
-class Settings:
-    """The settings of all optimizers of one engine; `told` and `heard` are its part in the end of a backward."""
+class Settings(Extension):
+    """The settings of all optimizers of one engine."""
 
     def __init__(self, mesh: Mesh, optimizers: list[Optimizer]):
         self._mesh, self._optimizers = mesh, optimizers
@@ -41,7 +42,7 @@ class Settings:
     def heard(self, largest: Sequence[int]) -> None:
         self._differ = bool(largest) and largest[0] != -largest[1] and not self._mesh.fake
 
-    def check(self) -> None:
+    def end_backward(self) -> None:
         """After `heard`, on every rank: raise where they differ."""
         if not self._differ:
             return

@@ -15,51 +15,37 @@ backward demanded. Outside any pass there is no walk, and other ranks may do som
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
+from zeor.runtime.backward import Backward
+from zeor.runtime.passes import Passes, inside_backward
 from zeor.runtime.unit import Unit
-
-if TYPE_CHECKING:
-    from zeor.runtime.engine import Engine
 
 
 class StrayReads:
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._lone: list[Unit] = []  # read inside a unit that was called outside the model's forward
+    def __init__(self, passes: Passes, backward: Backward):
+        self._passes, self._backward = passes, backward
 
     def read(self, unit: Unit) -> bool:
         """Bring a unit that is read here and now; False where no pass is under way."""
-        engine, passes = self._engine, self._engine.passes
+        passes = self._passes
         if inside_backward():
-            engine.backward.demand(unit)
+            self._backward.demand(unit)
             return True
-        walk = engine.forward.walk
+        walk = passes.forward_walk
         if walk is not None:
             walk.entered.append(unit.index)
         elif passes.open:
-            self._lone.append(unit)  # every rank does the same
+            passes.lone.append(unit)  # every rank does the same
         else:
             return False
         passes.gathers.arrive(unit, walk)
         return True
 
-    def end_lone_call(self) -> None:
-        """A unit called outside the model's forward is left."""
-        for unit in self._lone:
-            self._engine.passes.free(unit)
-        self._lone.clear()
-
     def advice(self) -> str:
         """What to do about a parameter that is read outside any pass."""
-        return _advice(self._engine.units[0].module)
-
-
-def inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+        return _advice(self._passes.units[0].module)
 
 
 def _advice(root: nn.Module | None) -> str:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from zeor.comm import verbs
 from zeor.comm.attendance import attend
+from zeor.comm.mesh import Mesh
 from zeor.layout import Segment
+from zeor.memory.buffers import Ledger
 from zeor.runtime import events
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
@@ -66,7 +68,7 @@ def iter_full(
             f"zeor.iter_full cannot stay under max_bytes={cap}: parameter {largest.name!r} alone takes {needed}; "
             "give at least that."
         )
-    if engine.joining is None:
+    if engine.announcer.block is None:
         attend(engine.mesh, "zeor.iter_full")
     engine.announce(events.OTHER, "zeor.iter_full", meets=False)
     groups = plan_groups(engine.units, cap, wanted)
@@ -87,11 +89,11 @@ def _stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """See Note [A stream that is left]."""
     engine.drain()
-    listening = True
+    ledger, listening = engine.ledger, True
     for number, group in enumerate(groups):
-        if not _anyone(engine, listening, number):
+        if not _anyone(group.lane.mesh, listening, number):
             return
-        for slot, value in _values(engine, group, wanted, max_nbytes):
+        for slot, value in _values(ledger, group, wanted, max_nbytes):
             if listening:
                 try:
                     yield slot.name, value
@@ -102,10 +104,10 @@ def _stream(
         yield from ((name, buffer.detach().clone()) for name, buffer in buffers)
 
 
-def _anyone(engine: Engine, listening: bool, number: int) -> bool:
-    if engine.mesh.world == 1 or engine.mesh.fake:
+def _anyone(mesh: Mesh, listening: bool, number: int) -> bool:
+    if mesh.world == 1 or mesh.fake:
         return listening
-    return bool(verbs.agree_max(engine.mesh, torch.tensor([int(listening)]), f"agreement in zeor.iter_full ({number})"))
+    return bool(verbs.agree_max(mesh, torch.tensor([int(listening)]), f"agreement in zeor.iter_full ({number})"))
 
 
 # ---- planning
@@ -158,10 +160,8 @@ def _source_dtype(lane: Lane, slots: Sequence[Slot], wanted: Wanted) -> torch.dt
 
 
 @torch.no_grad()
-def _values(
-    engine: Engine, group: Group, wanted: Wanted, max_nbytes: int
-) -> Iterator[tuple[Slot, Tensor]]:
-    lane, ledger, device = group.lane, engine.ledger, engine.mesh.device
+def _values(ledger: Ledger, group: Group, wanted: Wanted, max_nbytes: int) -> Iterator[tuple[Slot, Tensor]]:
+    lane, device = group.lane, group.lane.mesh.device
     lane.wait()
     source = _source_dtype(lane, group.slots, wanted)
     if len(group.slots) == 1:
@@ -169,13 +169,13 @@ def _values(
         out = torch.empty(slot.shape, dtype=wanted(slot), device=device)
         ledger.add("full", out.nbytes)
         staged = out.nbytes if out.dtype == source else min(STAGING_NBYTES, max_nbytes - out.nbytes)
-        _fill(engine, group, source, out.view(-1), int(staged))
+        _fill(ledger, group, source, out.view(-1), int(staged))
         yield slot, out
         ledger.drop("full", out.nbytes)
         return
     flat = torch.empty(group.end - group.begin, dtype=source, device=device)
     ledger.add("full", flat.nbytes)
-    _fill(engine, group, source, flat, flat.nbytes)
+    _fill(ledger, group, source, flat, flat.nbytes)
     for slot in group.slots:
         begin = lane.layout.offsets[slot.index] - group.begin
         part = flat[begin : begin + lane.layout.numels[slot.index]]
@@ -186,33 +186,31 @@ def _values(
     ledger.drop("full", flat.nbytes)
 
 
-def _fill(engine: Engine, group: Group, source: torch.dtype, out: Tensor, staged_nbytes: int) -> None:
+def _fill(ledger: Ledger, group: Group, source: torch.dtype, out: Tensor, staged_nbytes: int) -> None:
     """Elements [begin, end) of the lane into `out`; by way of a staging buffer where the dtype changes."""
     direct = out.dtype == source
     most = max(1, out.numel() if direct else min(out.numel(), staged_nbytes // source.itemsize))
     staging = torch.empty(0 if direct else most, dtype=source, device=out.device)
-    engine.ledger.add("full", staging.nbytes)
+    ledger.add("full", staging.nbytes)
     lane, label = group.lane, f"zeor.iter_full of {group.slots[0].name!r}"
-    for rank, begin, end in _pieces(engine, group, source, most):
+    for rank, begin, end in _pieces(group, source, most):
         target = out[begin - group.begin : end - group.begin]
         piece = target if direct else staging[: end - begin]
-        if rank in (None, engine.mesh.rank):
+        if rank in (None, lane.mesh.rank):
             first = 0 if rank is None else rank * lane.layout.slice_numel
             _read(lane, source, begin - first, piece, whole=rank is None)
         if rank is not None:
-            verbs.broadcast(engine.mesh, piece, label, rank)
+            verbs.broadcast(lane.mesh, piece, label, rank)
         if not direct:
             target.copy_(piece)
-    engine.ledger.drop("full", staging.nbytes)
+    ledger.drop("full", staging.nbytes)
 
 
-def _pieces(
-    engine: Engine, group: Group, source: torch.dtype, most: int
-) -> Iterator[tuple[int | None, int, int]]:
+def _pieces(group: Group, source: torch.dtype, most: int) -> Iterator[tuple[int | None, int, int]]:
     """(rank that holds it, or None where every rank does; begin; end) in elements of the lane."""
     lane, part = group.lane, group.lane.layout.slice_numel
     of_compute = source == lane.key.compute_dtype and not lane.lags
-    here = not lane.frees if of_compute else lane.updates_whole or engine.mesh.world == 1
+    here = not lane.frees if of_compute else lane.updates_whole or lane.mesh.world == 1
     begin = group.begin
     while begin < group.end:
         rank = None if here else begin // part

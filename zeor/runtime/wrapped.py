@@ -1,7 +1,7 @@
 """Models and optimizers that another library has wrapped or sharded already.
 
 What zeor.shard cannot take gets one sentence that says what to hand over instead. Nothing is imported for that: a
-class is known by its name. What works under DistributedDataParallel is in given.py.
+class is known by its name. What works under DistributedDataParallel is in plain_grads.py.
 """
 
 from __future__ import annotations
