@@ -6,19 +6,16 @@ device while state that rests elsewhere is updated (optim/windows.py, optim/host
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
-from zeor.layout import LaneLayout, Segment, lay_out
+from zeor.layout import LaneLayout, Segment
 from zeor.memory import small
-from zeor.memory.master import master_itemsize
 from zeor.memory.rest import Tiers
-from zeor.memory.roles import STAGES, Column, Residency, column_of
+from zeor.memory.roles import STAGES, Column, Residency
 from zeor.optim.host_update import AHEAD, batch_numel
 from zeor.optim.moments import moment_itemsize
 from zeor.optim.streaming import LARGE_NUMEL
@@ -26,8 +23,8 @@ from zeor.optim.windows import _ALIGNED, WINDOWS
 from zeor.plan import Plan
 from zeor.planner.blocks import device_nbytes, pinned_nbytes
 from zeor.runtime.discover import UnitSpec
-from zeor.runtime.keys import lane_key, small_numel
-from zeor.runtime.lane import LaneKey
+from zeor.runtime.keys import LaneKey
+from zeor.runtime.lane_spec import LaneSpec, spec_units
 from zeor.runtime.places import Places
 
 _EVERY_RANK = 64  # worlds up to this size are counted rank by rank
@@ -77,25 +74,30 @@ class Array(NamedTuple):
 @dataclass(frozen=True)
 class PlannedLane:
     unit: int
-    key: LaneKey
-    layout: LaneLayout
+    spec: LaneSpec
     tiers: Tiers
     wide: bool
     setting: Setting
 
     @property
+    def key(self) -> LaneKey:
+        return self.spec.key
+
+    @property
+    def layout(self) -> LaneLayout:
+        return self.spec.layout
+
+    @property
     def column(self) -> Column:
-        return column_of(self.setting.plan.stage, self.key.stays_whole)
+        return self.spec.column
+
+    @property
+    def frees(self) -> bool:
+        return self.spec.frees
 
     @property
     def updates(self) -> bool:
         return self.key.trainable and self.key.master_dtype is not None
-
-    @property
-    def frees(self) -> bool:
-        """Whole only while it is used."""
-        column, world = self.column, self.setting.world
-        return column.compute is Residency.SLICE and (world > 1 or self.tiers.compute != "device")
 
     @property
     def streamed(self) -> bool:
@@ -103,27 +105,21 @@ class PlannedLane:
         return self.updates and (plan.moments != "exact" or plan.delay > 0 or self.tiers.away)
 
     def held(self, residency: Residency) -> int:
-        return self.layout.slice_numel if residency is Residency.SLICE else self.layout.numel
+        return self.spec.held(residency)
 
     @property
     def master_itemsize(self) -> int:
         """Beside compute."""
-        if self.key.master_dtype is None:
-            return 0
-        if self.wide and self.key.trainable:
-            return self.key.master_dtype.itemsize
-        return master_itemsize(self.key.master_dtype, self.key.compute_dtype)
+        return self.spec.master_itemsize(self.wide)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        whole = self.setting.column.update is Residency.FULL
-        return self.layout.whole() if whole else tuple(self.layout._segments_of(rank))
+        return self.layout.whole() if self.spec.updates_whole else tuple(self.layout._segments_of(rank))
 
     # ---- at rest
 
     def arrays(self, rank: int) -> Iterator[Array]:
         key, column, plan = self.key, self.column, self.setting.plan
-        compute = self.held(column.compute) * key.compute_dtype.itemsize
-        yield Array("compute", self.tiers.compute if self.frees else "device", (compute,))
+        yield Array("compute", self.tiers.compute if self.frees else "device", (self.spec.compute_nbytes,))
         if plan.delay and self.updates:  # see Note [Delayed] in runtime/lane.py
             yield Array("lagging", "device", (self.held(column.update) * key.compute_dtype.itemsize,))
         if self.master_itemsize:
@@ -218,18 +214,11 @@ def window_of(lanes: Sequence[PlannedLane], rank: int) -> Window:
 
 def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[PlannedLane]], Setting]:
     """By unit; and the setting with the chunk's size. With offload="auto" state is on the device: see automatic.py."""
-    places = Places(setting.plan, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
-    planned: list[list[PlannedLane]] = []
-    small = small_numel(setting.plan, setting.world)
-    for number, unit in enumerate(units):
-        by_key: dict[LaneKey, list[torch.Tensor]] = defaultdict(list)
-        for _, param, owners in unit.params:
-            by_key[lane_key(param, owners, setting.plan.precision, small)].append(param)
-        planned.append([])
-        for key, params in by_key.items():
-            rest = places.of_lane(unit.name, key, params)
-            layout = lay_out([param.shape for param in params], setting.world)
-            planned[-1].append(PlannedLane(number, key, layout, rest.tiers, rest.wide, setting))
+    places = Places(setting.plan, torch.device("cpu"))
+    planned = [
+        [PlannedLane(number, spec, rest.tiers, rest.wide, setting) for spec, rest in lanes]
+        for number, lanes in enumerate(spec_units(units, setting.plan, setting.world, places))
+    ]
     mastered = [lane for lanes in planned for lane in lanes if lane.key.master_dtype is not None]
     setting = setting.with_chunk(sum(lane.held(setting.column.update) for lane in mastered))
     return [[replace(lane, setting=setting) for lane in lanes] for lanes in planned], setting

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
 from zeor.memory.param import classes_of, take_grad
-from zeor.memory.roles import STAGES, column_of
+from zeor.memory.roles import STAGES
 from zeor.plan import Plan
 from zeor.runtime import events
 from zeor.runtime import order as orders
@@ -45,8 +45,9 @@ from zeor.runtime.events import Announcer
 from zeor.runtime.extension import Extension, overriding
 from zeor.runtime.forward import Forward
 from zeor.runtime.handed_out import HandedOut
-from zeor.runtime.keys import lane_key, small_numel
-from zeor.runtime.lane import Lane, LaneKey
+from zeor.runtime.keys import LaneKey, lane_key, small_numel
+from zeor.runtime.lane import Lane
+from zeor.runtime.lane_spec import lane_spec
 from zeor.runtime.lent import Lent
 from zeor.runtime.norms import Norms
 from zeor.runtime.passes import Borrowed, Passes
@@ -67,7 +68,7 @@ class Engine:
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
         self.column = STAGES[plan.stage]
         self.ledger = Ledger()
-        self.places = Places(plan, mesh)
+        self.places = Places(plan, mesh.device)
         self.announcer = Announcer(mesh, _number(mesh))
         self.handed_out = HandedOut()
         self.norms = Norms(mesh, self.announcer, self.handed_out)
@@ -98,8 +99,9 @@ class Engine:
     def _make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
         """A lane of these parameters with rank 0's values, and the user's objects over it."""
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
-        column = column_of(self.plan.stage, key.stays_whole)
-        lane = Lane(key, values, column, self.mesh, self.ledger, self.places.of_lane(name, key, values))
+        rest = self.places.of_lane(name, key, values)
+        spec = lane_spec(key, [value.shape for value in values], self.plan, self.mesh.world, rest)
+        lane = Lane(spec, values, self.mesh, self.ledger, rest)
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
@@ -191,12 +193,11 @@ class Engine:
         """A unit's master was updated: its compute follows, here at once, elsewhere by a gather."""
         self.record("update", unit.index)
         trained = [(number, lane) for number, lane in enumerate(unit.lanes) if lane.grads is not None]
-        publishes = unit.publishes and self.mesh.world > 1
-        if publishes:
+        if unit.publishes:
             self.record("publish", unit.index)
         for number, lane in trained:
             lane.changed()  # a graph made before this step is stale
-            if publishes and not lane.frees:
+            if lane.spec.publishes:
                 lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
                 if not self.plan.overlap:
                     lane.wait()

@@ -22,34 +22,28 @@ from torch import Tensor
 
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
-from zeor.layout import LaneLayout, Segment
+from zeor.layout import Segment
 from zeor.memory.buffers import Ledger, lasting
 from zeor.memory.master import Pending
 from zeor.memory.rest import LaneRest, Rest
-from zeor.memory.roles import MOVES, Column, Residency
+from zeor.memory.roles import MOVES, Residency
 from zeor.runtime.direct import Direct
+from zeor.runtime.lane_spec import LaneSpec
 from zeor.runtime.resting import WHOLE, RestingGrads
 from zeor.runtime.running_sum import RunningSum, wide
 
 
 class GradLane(RunningSum):
-    def __init__(
-        self,
-        layout: LaneLayout,
-        reduce_dtype: torch.dtype,
-        column: Column,
-        mesh: Mesh,
-        ledger: Ledger,
-        rest: LaneRest | None = None,
-    ):
-        self.layout, self.reduce_dtype, self.column, self.mesh = layout, reduce_dtype, column, mesh
-        self._ledger = ledger
+    def __init__(self, spec: LaneSpec, mesh: Mesh, ledger: Ledger, rest: LaneRest):
+        self.layout, self.column, self.mesh = spec.layout, spec.column, mesh
+        self.reduce_dtype, self._ledger = spec.key.reduce_dtype, ledger
+        layout, column = spec.layout, spec.column
         count = len(layout.shapes)
         self.buffer: Tensor | None = None  # where new gradients arrive; PARTIAL
         self.partial: Tensor | None = None  # what no_sync has summed so far; PARTIAL, fp32
-        self.adopts = mesh.world == 1 and not column.grad_buffer  # see Note [Adopted gradients]
-        away = rest is not None and rest.tiers.grads != "device" and not column.grad_buffer
-        super().__init__(mesh, count, RestingGrads(rest) if away and rest is not None else None)
+        self.adopts = spec.adopts  # see Note [Adopted gradients]
+        away = rest.tiers.grads != "device" and not column.grad_buffer
+        super().__init__(mesh, count, RestingGrads(rest) if away else None)
         self._aside: dict[int, Tensor] = {}  # new parts by parameter that came while the buffer was being sent
         self.direct = Direct()  # what needs no reduce
         self.arrived = [False] * count  # came from autograd in this backward

@@ -16,12 +16,25 @@ what each rank has, are the same bits at every stage. A rank alone has no slices
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from zeor.plan import Plan, Precision
-from zeor.runtime.lane import LaneKey
+
+
+@dataclass(frozen=True)
+class LaneKey:
+    """What parameters must share to lie in one lane. master_dtype None: compute is the exact value and nothing
+    updates it. A frozen lane has a master where compute alone would be a rounded value. stays_whole: small parameters,
+    which every rank keeps whole at every stage (keys.py)."""
+
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    master_dtype: torch.dtype | None
+    trainable: bool
+    stays_whole: bool = False
 
 
 def small_numel(plan: Plan, world: int) -> int:

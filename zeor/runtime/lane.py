@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,56 +46,32 @@ from torch import Tensor, nn
 
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
-from zeor.layout import LaneLayout, Segment, lay_out
+from zeor.layout import Segment
 from zeor.memory import param as parameters
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
 from zeor.memory.formats import cast_into
 from zeor.memory.lines import current_mark
 from zeor.memory.master import Master
-from zeor.memory.rest import LaneRest, Rest, Store, Tiers
-from zeor.memory.roles import Column, Residency
+from zeor.memory.rest import LaneRest, Rest
+from zeor.memory.roles import Residency
 from zeor.runtime.grads import GradLane
-
-
-@dataclass(frozen=True)
-class LaneKey:
-    """What parameters must share to lie in one lane. master_dtype None: compute is the exact value and nothing
-    updates it. A frozen lane has a master where compute alone would be a rounded value. stays_whole: small parameters,
-    which every rank keeps whole at every stage (keys.py)."""
-
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    master_dtype: torch.dtype | None
-    trainable: bool
-    stays_whole: bool = False
+from zeor.runtime.lane_spec import LaneSpec
 
 
 class Lane:
-    def __init__(
-        self,
-        key: LaneKey,
-        params: Sequence[Tensor],
-        column: Column,
-        mesh: Mesh,
-        ledger: Ledger,
-        rest: LaneRest | None = None,
-    ):
-        self.key, self.column, self.mesh = key, column, mesh
-        self.rest = rest or LaneRest(Tiers(), Store(None, mesh.device), "")
-        self.layout: LaneLayout = lay_out([p.shape for p in params], mesh.world)
-        away = self.rest.tiers.compute != "device"
-        self.frees = column.compute is Residency.SLICE and (mesh.world > 1 or away)
-        self.updates_whole = column.update is Residency.FULL
+    def __init__(self, spec: LaneSpec, values: Sequence[Tensor], mesh: Mesh, ledger: Ledger, rest: LaneRest):
+        self.spec, self.key, self.column, self.layout = spec, spec.key, spec.column, spec.layout
+        self.mesh, self.rest = mesh, rest
+        self.frees, self.updates_whole = spec.frees, spec.updates_whole
+        key = spec.key
         self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
-        self.grads = (
-            GradLane(self.layout, key.reduce_dtype, column, mesh, ledger, self.rest) if key.trainable else None
-        )
+        self.grads = GradLane(spec, mesh, ledger, rest) if key.trainable else None
         self.master: Master | None = None
         self._lags: Master | None = None  # the master, where compute is one update behind it
         self.behind = False  # an update was begun that forward does not see yet
         self._move: verbs.Move | Brought | None = None
         self._sent = verbs.Parts.of(mesh, self.full.flat)
-        self._pack(params, ledger)
+        self._pack(values, ledger)
         self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
         self.params: list[nn.Parameter] = []
         self._classes: list[tuple[type, type]] = []  # (Whole, Away) of each

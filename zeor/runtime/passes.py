@@ -18,7 +18,7 @@ from zeor.plan import Plan
 from zeor.runtime import order as orders
 from zeor.runtime.gathers import Gathers
 from zeor.runtime.order import Orders, Walk
-from zeor.runtime.schedule import Action, Schedule, Traits
+from zeor.runtime.schedule import Action, Schedule, traits_of
 from zeor.runtime.unit import Unit
 
 Record = Callable[[str, int], None]
@@ -59,10 +59,7 @@ class Passes:
 
     def plan_step(self) -> None:
         """The schedule of a step along the orders as they are agreed now."""
-        world = self.mesh.world
-        traits = tuple(
-            Traits(u.name, u.frees, any(lane.grads for lane in u.lanes), u.publishes and world > 1) for u in self.units
-        )
+        traits = tuple(traits_of(unit.name, [lane.spec for lane in unit.lanes]) for unit in self.units)
         overlap = self.plan.overlap
         prefetch = self.plan.prefetch if overlap else 0
         backward = tuple(self.orders[orders.BACKWARD])

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from zeor.comm.mesh import Mesh
 from zeor.memory.device import DeviceMemory
 from zeor.memory.rest import LaneRest, Store, Tiers
 from zeor.plan import OFFLOADED, Plan, Share
-from zeor.runtime.lane import LaneKey
+from zeor.runtime.keys import LaneKey
 
 CROWDED = 0.7  # of the device
 
@@ -27,9 +27,9 @@ def crowds(numel: int, release: bool, budget: int) -> bool:
 
 
 class Places:
-    def __init__(self, plan: Plan, mesh: Mesh):
-        self._plan, self._device = plan, mesh.device
-        self.store = Store(plan.offload, mesh.device)
+    def __init__(self, plan: Plan, device: torch.device):
+        self._plan, self._device = plan, device
+        self.store = Store(plan.offload, device)
         self.decided = False  # offload=auto has placed every lane
         self._crowded = False  # compute and master together would fill the device
         self._given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # role -> tier -> elements

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from zeor.runtime.lane_spec import LaneSpec
+
 FORWARD_ENTER, FORWARD_EXIT = "forward enter", "forward exit"
 BACKWARD_ENTER, BACKWARD_EXIT = "backward enter", "backward exit"
 BACKWARD_END, STEP = "backward end", "step"
@@ -35,6 +37,16 @@ class Traits:
     frees: bool  # compute rests SLICE: gathered for each use
     trains: bool  # gradients are reduced, parameters updated
     publishes: bool  # compute rests FULL and must be gathered after an update
+
+
+def traits_of(name: str, lanes: Sequence[LaneSpec]) -> Traits:
+    """Of a unit of these lanes."""
+    return Traits(
+        name,
+        frees=any(lane.frees for lane in lanes),
+        trains=any(lane.key.trainable for lane in lanes),
+        publishes=any(lane.publishes for lane in lanes),
+    )
 
 
 @dataclass

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from torch import nn
 
-from zeor.memory.roles import STAGES, Residency
 from zeor.plan import Plan
 from zeor.runtime.discover import find_units
 from zeor.runtime.keys import small_numel
-from zeor.runtime.schedule import Schedule, Traits
+from zeor.runtime.lane_spec import spec_units
+from zeor.runtime.places import Places
+from zeor.runtime.schedule import Schedule, traits_of
 from zeor.tools.plan import add_size_arguments, chosen_size, meta_model
 
 
 def one_step(model: nn.Module, world: int, stage: int, prefetch: int = 1) -> Schedule:
     """The schedule of the first step, whose order of units is that of registration."""
-    column = STAGES[stage]
-    frees = column.compute is Residency.SLICE and world > 1
-    publishes = column.compute is Residency.FULL and column.update is Residency.SLICE and world > 1
-    units = []
-    small = small_numel(Plan.parse({"stage": stage}), world)
-    for spec in find_units(model, None, small):
-        trains = any(param.requires_grad for _, param, _ in spec.params)
-        whole = any(param.requires_grad and param.numel() <= small for _, param, _ in spec.params)
-        sliced = any(param.numel() > small for _, param, _ in spec.params)
-        units.append(Traits(spec.name, frees and sliced, trains, (publishes and trains) or (frees and whole)))
-    forward = tuple(range(len(units)))
-    return Schedule(tuple(units), forward, forward[::-1], prefetch)
+    plan = Plan.parse({"stage": stage})
+    units = find_units(model, None, small_numel(plan, world))
+    lanes = spec_units(units, plan, world, Places(plan, torch.device("cpu")))
+    traits = tuple(traits_of(unit.name, [spec for spec, _ in found]) for unit, found in zip(units, lanes))
+    forward = tuple(range(len(traits)))
+    return Schedule(traits, forward, forward[::-1], prefetch)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
