@@ -22,11 +22,11 @@ from torch import Tensor
 
 from tests.checkpoint.disks import FaultyDisk, ShortDisk, fail
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint.commit import complete
-from zeor.checkpoint.disk import DISK, Disk
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.api import load, run_of, save
+from zeor.checkpoint.files.commit import complete
+from zeor.checkpoint.files.disk import DISK, Disk
+from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.save import collect, write
-from zeor.checkpoint.training import load, run_of, save
 
 NUMBERS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE)
 WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeor.checkpoint import plain
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import Stored
-from zeor.checkpoint.writer import Source
+from zeor.checkpoint.files import plain
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import Stored
+from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
 from zeor.optim.pieces import Piece

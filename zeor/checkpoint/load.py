@@ -1,10 +1,10 @@
 """load(): a checkpoint of any world, stage and precision into this run; each rank reads what it keeps.
 
 1. Rank 0 finds the checkpoint; every rank reads the manifest, and all agree that it is the same and that it fits
-   (opening.py). What only other hosts have is fetched from them (fetching.py).
+   (opening.py). What only other hosts have is fetched from them (fetch.py).
 2. Every rank reads and verifies what it needs into memory of its own, the device's or the host's; where both are short,
    it verifies only, and reads again in step 4, a little at a time.
-3. Schedulers, scalers and loaders take their states, or all are put back (attached.py). All ranks agree that nothing
+3. Schedulers, scalers and loaders take their states, or all are put back (extras.py). All ranks agree that nothing
    was wrong. Until here nothing of the run has changed.
 4. The values go where they belong: through masters, to optimizers, generators.
 """
@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import plain, staging
-from zeor.checkpoint.attached import Attached
-from zeor.checkpoint.doubt import (
+from zeor.checkpoint import staging
+from zeor.checkpoint.extras import Attached
+from zeor.checkpoint.fetch import Files
+from zeor.checkpoint.files import plain
+from zeor.checkpoint.files.errors import CheckpointError, lost_peers
+from zeor.checkpoint.files.manifest import Stored
+from zeor.checkpoint.files.reading import Need, need
+from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.manifest_checks import (
     Paths,
     check_entry,
     check_members,
@@ -31,24 +37,19 @@ from zeor.checkpoint.doubt import (
     checked_settings,
     no_stored,
 )
-from zeor.checkpoint.errors import CheckpointError, lost_peers
-from zeor.checkpoint.fetching import Files
-from zeor.checkpoint.manifest import Stored
-from zeor.checkpoint.matching import kind_of
 from zeor.checkpoint.opening import Opened, open_checkpoint, together, with_newest
-from zeor.checkpoint.reading import Need, need
-from zeor.checkpoint.resuming import position_of, set_rng
+from zeor.checkpoint.resume import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.staging import Staging
-from zeor.checkpoint.states import States, Told, check_count, is_counter
-from zeor.checkpoint.urls import Place
+from zeor.checkpoint.state_checks import States, Told, check_count, is_counter
+from zeor.checkpoint.weights.matching import kind_of
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.pieces import Key, Piece
 from zeor.runtime.unit import Slot
 
-IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/foreign.py
+IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py
 ALIKE = {"Adam", "AdamW"}  # the same state
 _MALFORMED = (
     LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError, AssertionError,

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import store
-from zeor.checkpoint.branches import Complete, is_newer
-from zeor.checkpoint.commit import read_manifest
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import NAME, FileInfo, Manifest, digest, parse
-from zeor.checkpoint.urls import Place, Url
+from zeor.checkpoint.files import store
+from zeor.checkpoint.files.branches import Complete, is_newer
+from zeor.checkpoint.files.commit import read_manifest
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import NAME, FileInfo, Manifest, digest, parse
+from zeor.checkpoint.files.urls import Place, Url
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.comm.transfers import broadcast_bytes

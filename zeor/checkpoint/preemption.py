@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeor.checkpoint import training
-from zeor.checkpoint.background import saver_of
+from zeor.checkpoint import api
 from zeor.checkpoint.contents import Contents
+from zeor.checkpoint.files.urls import Place
 from zeor.checkpoint.opening import everywhere
 from zeor.checkpoint.save import Run, add_extra
-from zeor.checkpoint.urls import Place
+from zeor.checkpoint.saver import saver_of
 from zeor.comm.meeting import meet
 from zeor.comm.stuck import explain
 
@@ -59,7 +59,7 @@ class What:
 
     def check(self, run: Run) -> None:
         """Raise what a save would, now. A loader's state_dict() is not called: torchdata's begins an epoch then."""
-        training.checked("zeor.preempt", self.folder, self.extra, self.data, self.keep)
+        api.checked("zeor.preempt", self.folder, self.extra, self.data, self.keep)
         add_extra(Contents(), run, self.extra or {})
 
 
@@ -71,7 +71,7 @@ class Preemption:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
-        run = training.run_of(what.model, what.optimizer)
+        run = api.run_of(what.model, what.optimizer)
         self._what, self._mesh, self._within, self._exit_code = what, run.mesh, within, exit_code
         self._before: dict[signal.Signals, Any] = {}
         self._noted: float | None = None  # when the signal came, by time.monotonic()
@@ -119,8 +119,8 @@ class Preemption:
     def check(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """At the end of every step, on every rank: `step` is how many are done. Returns at once, unless some rank was
         told to stop; then it saves and does not return. `extra` is added to what zeor.preempt was given."""
-        training.check_step("check", step)
-        training.check_extra("check", extra)
+        api.check_step("check", step)
+        api.check_extra("check", extra)
         waited = self._agree(step)
         if waited is None:
             return
@@ -129,8 +129,8 @@ class Preemption:
             self._watch()
         log.warning("zeor: told to stop; saving step %d.", step)
         what, both = self._what, {**(self._what.extra or {}), **(extra or {})}
-        saver_of(training.run_of(what.model, what.optimizer)).pass_over_last(step)
-        path = training.save(
+        saver_of(api.run_of(what.model, what.optimizer)).pass_over_last(step)
+        path = api.save(
             what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep
         )
         self._saved = True

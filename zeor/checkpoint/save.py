@@ -1,6 +1,6 @@
 """save(): every rank writes its part, then one rename makes all of it a checkpoint, or none.
 
-1. Rank 0 makes a hidden folder; where there is no shared disk, a rank of every host does (hosts.py).
+1. Rank 0 makes a hidden folder; where there is no shared disk, a rank of every host does (per_host.py).
 2. Every rank writes and syncs a file of its pieces.        3. All ranks tell what they wrote, or what went wrong.
 4. Those ranks write the manifest and commit (commit.py).   5. All ranks hear how it ended.
 A failure anywhere raises the same CheckpointError on every rank, and nothing of it stays visible.
@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import hosts
-from zeor.checkpoint.branches import Complete, line_of
 from zeor.checkpoint.contents import Contents
-from zeor.checkpoint.disk import DISK, Disk
-from zeor.checkpoint.manifest import Branch, FileInfo, Manifest, Piece, Stored, parse
-from zeor.checkpoint.store import clean, complete, disk_of
-from zeor.checkpoint.urls import Place
-from zeor.checkpoint.writer import write_file
+from zeor.checkpoint.files import per_host
+from zeor.checkpoint.files.branches import Complete, line_of
+from zeor.checkpoint.files.disk import DISK, Disk
+from zeor.checkpoint.files.manifest import Branch, FileInfo, Manifest, Piece, Stored, parse
+from zeor.checkpoint.files.store import clean, complete, disk_of
+from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.files.writer import write_file
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.layout.boxes import Box
@@ -110,7 +110,7 @@ def write(
     """The steps at the top of this file. Returns where the checkpoint is."""
     mesh, disk = run.mesh, disk_of(folder, disk)
     # 1.
-    site = hosts.begin(mesh, disk, folder, step)
+    site = per_host.begin(mesh, disk, folder, step)
     try:
         final, branch = _write(run, found, disk, folder, site, progress)
     except BaseException:
@@ -124,18 +124,18 @@ def write(
 
 
 def _write(
-    run: Run, found: Contents, disk: Disk, folder: Place, site: hosts.Site, progress: Callable[[int], None]
+    run: Run, found: Contents, disk: Disk, folder: Place, site: per_host.Site, progress: Callable[[int], None]
 ) -> tuple[Place, Branch]:
     """Steps 2 to 5. Where the checkpoint is, and where it stands among others."""
     mesh, problem = run.mesh, ""
     # 2.
-    name = hosts.file_name(mesh.rank)
+    name = per_host.file_name(mesh.rank)
     info: FileInfo | None = None
     try:
         if found.sources:
             info = write_file(disk, site.writing / name, found.sources, progress)
     except Exception as error:  # also what reading a device may raise: the other ranks wait to hear of it
-        problem = hosts.words(error, site.writing / name)
+        problem = per_host.words(error, site.writing / name)
     # 3.
     branch = vars(_next_branch(run, folder, site))
     told = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
@@ -144,10 +144,10 @@ def _write(
     # 4. and 5.
     branch = {**everyone[0]["branch"], "order": max(rank["branch"]["order"] for rank in everyone)}
     agreed = Branch(**branch)
-    return hosts.commit(mesh, site, lambda: _checked(_manifest(run, site, everyone, agreed)), problem), agreed
+    return per_host.commit(mesh, site, lambda: _checked(_manifest(run, site, everyone, agreed)), problem), agreed
 
 
-def _next_branch(run: Run, folder: Place, site: hosts.Site) -> Branch:
+def _next_branch(run: Run, folder: Place, site: per_host.Site) -> Branch:
     """What this rank would say of where the checkpoint stands. Rank 0 decides, but for the order: no host may have one
     that is as large."""
     there: list[Complete] = []
@@ -184,7 +184,7 @@ def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
         parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
-def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]], branch: Branch) -> Manifest:
+def _manifest(run: Run, site: per_host.Site, everyone: list[dict[str, Any]], branch: Branch) -> Manifest:
     assert site.attempt is not None
     files: list[FileInfo] = []
     index: dict[int, int] = {}
