@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import Stored
+from zeor.checkpoint.files.manifest import PARAM, RNG, Stored, role_of
 from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
@@ -32,7 +32,6 @@ from zeor.runtime.unit import Slot
 
 log = logging.getLogger("zeor")
 
-PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"
 COMPLETE = "complete"  # every parameter that trains has state or an entry without any: what is missing was lost
 
 
@@ -159,10 +158,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 # ---- optimizers
-
-
-def role_of(number: int, key: Iterable[str | int]) -> str:
-    return f"optimizer.{number}.{'/'.join(map(str, key))}"
 
 
 def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[int, str]) -> None:

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint.files.disk import DISK
+from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.hidden import Hidden
 from zeor.checkpoint.files.manifest import digest
 from zeor.checkpoint.files.names import name_of
 from zeor.checkpoint.files.reading import Need, Wanted, spans, wanted_by_file
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.opening import Opened, raise_first
+from zeor.checkpoint.opening import Opened
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
+from zeor.comm.together import raise_first
 from zeor.comm.transfers import Transfer, move
 
 
@@ -103,7 +105,7 @@ class Files:
         requests = exchange(self._mesh, new, "requests for blocks of files")
         label = "fetching of a checkpoint's blocks from other hosts"
         move(self._mesh, self._transfers(requests), self._read, self._take, label)
-        raise_first(exchange(self._mesh, self._problem, "exchange about fetched blocks"))
+        raise_first(exchange(self._mesh, self._problem, "exchange about fetched blocks"), CheckpointError)
 
     def _transfers(self, requests: list[list[tuple[int, list[int]]]]) -> list[Transfer]:
         """The same on every rank; ranks take turns, so that all are served at the same time."""

@@ -24,7 +24,8 @@ from zeor.checkpoint.extras import Attached
 from zeor.checkpoint.fetch import Files
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
-from zeor.checkpoint.files.manifest import Stored
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Stored, role_of
+from zeor.checkpoint.files.newest import with_newest
 from zeor.checkpoint.files.reading import Need, need
 from zeor.checkpoint.files.urls import Place
 from zeor.checkpoint.manifest_checks import (
@@ -37,13 +38,14 @@ from zeor.checkpoint.manifest_checks import (
     checked_settings,
     no_stored,
 )
-from zeor.checkpoint.opening import Opened, open_checkpoint, together, with_newest
+from zeor.checkpoint.opening import Opened, open_checkpoint
 from zeor.checkpoint.resume import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.staging import Staging
 from zeor.checkpoint.state_checks import States, Told, check_count, is_counter
 from zeor.checkpoint.weights.matching import kind_of
+from zeor.comm.together import together
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.pieces import Key, Piece
@@ -75,8 +77,8 @@ class Load:
         self.path, self.manifest = opened.path, opened.manifest
         self._stored = self.manifest.by_key()
         for name in parts.persistent_buffers(run.model):  # a state dict of others does not say what is a buffer
-            if (parts.PARAM, name) in self._stored and (parts.BUFFER, name) not in self._stored:
-                self._stored[parts.BUFFER, name] = self._stored.pop((parts.PARAM, name))
+            if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
+                self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
         alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.engine.slots)
         self.staging = Staging(files, self.manifest, alone)
@@ -129,7 +131,7 @@ class Load:
 
     def _want_whole(self, name: str) -> Tensor:
         """A stored tensor of a plain value; read with everything else, so that what stands here now is empty."""
-        for role in (parts.EXTRA, parts.RNG):
+        for role in (EXTRA, RNG):
             stored = self._stored.get((role, name))
             if stored is not None:
                 if (role, name) not in self._needs:
@@ -147,12 +149,12 @@ class Load:
         for slot in self.run.engine.slots:
             name = self.run.names[id(slot.param)]
             names = [name, *others.get(name, ()), *(aliases[n] for n in [name, *others.get(name, ())] if n in aliases)]
-            found = next((n for n in names if (parts.PARAM, n) in self._stored), None)
+            found = next((n for n in names if (PARAM, n) in self._stored), None)
             if found is None:
                 self.missing.append(name)
                 continue
             known.update(names)
-            stored = self._stored[parts.PARAM, found]
+            stored = self._stored[PARAM, found]
             self._check_fit(found, stored, slot.shape, slot.dtype)
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
@@ -161,14 +163,14 @@ class Load:
                     self.staging.add(each, take)
         for name, param in self.run.plain_params.items():
             known.add(name)
-            self._plan_whole(parts.PARAM, name, param)
-        self.unexpected += [n for role, n in self._stored if role == parts.PARAM and n not in known]
+            self._plan_whole(PARAM, name, param)
+        self.unexpected += [n for role, n in self._stored if role == PARAM and n not in known]
 
     def _plan_buffers(self) -> None:
         buffers = parts.persistent_buffers(self.run.model)
         for name, buffer in buffers.items():
-            self._plan_whole(parts.BUFFER, name, buffer)
-        self.unexpected += [n for role, n in self._stored if role == parts.BUFFER and n not in buffers]
+            self._plan_whole(BUFFER, name, buffer)
+        self.unexpected += [n for role, n in self._stored if role == BUFFER and n not in buffers]
 
     def _plan_whole(self, role: str, name: str, tensor: Tensor) -> None:
         """A plain tensor of the model, the same on every rank."""
@@ -302,7 +304,7 @@ class Load:
             stored = self._stored.get((role, name))
             if stored is not None:
                 path = Paths(str(self.path)).take(key)
-                if role != parts.role_of(number, path):
+                if role != role_of(number, path):
                     raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
                 found[path] = stored
         return found
@@ -440,25 +442,26 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     others = {k: v for k, v in (extra or {}).items() if k not in averages and hasattr(v, "load_state_dict")}
     attached = Attached(path, others, data)
 
+    def agreed(do: Callable[[], None], label: str) -> None:
+        together(mesh, lambda: _guarded(do, path), label, CheckpointError)
+
     def plan() -> None:
         attached.check()
         this.plan(averages, others, data is not None)
 
-    together(mesh, lambda: _guarded(plan, path), "exchange about whether a checkpoint fits")
+    agreed(plan, "exchange about whether a checkpoint fits")
     files.fetch(this.needs)
     short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
-    read = functools.partial(this.read, short)
-    together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
+    agreed(functools.partial(this.read, short), "exchange about the reading of a checkpoint")
     found = _guarded(this.extra, path)
     position = this.position() if data is not None else None
     try:
-        take = functools.partial(attached.take, found, position)
-        together(mesh, lambda: _guarded(take, path), "exchange about schedulers and loaders")
+        agreed(functools.partial(attached.take, found, position), "exchange about schedulers and loaders")
     except BaseException:
         attached.put_back()
         raise
     with lost_peers(mesh, f"Loading {path}", "The run is changed in part; load once more."):
-        together(mesh, lambda: _guarded(this.fill, path), "exchange about the filling in of a checkpoint")
+        agreed(this.fill, "exchange about the filling in of a checkpoint")
         this.publish()
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)

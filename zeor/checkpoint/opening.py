@@ -4,8 +4,6 @@ Rank 0 finds the latest. Where every rank sees all of its files (a shared disk) 
 is an error. Otherwise each host has its own folder, and all tell what they have: the latest of which every file is
 somewhere is chosen. One that lacks all files of a host was not committed there, or the host is lost: an earlier one
 is taken if any is whole. One that lacks a file of a host that has others was damaged, and is refused.
-
-Another job may save to the folder meanwhile, and delete what is being loaded: then there is a newer one to load.
 """
 
 from __future__ import annotations
@@ -13,26 +11,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from zeor.checkpoint import contents as parts
 from zeor.checkpoint.files import store
-from zeor.checkpoint.files.branches import Complete, is_newer
 from zeor.checkpoint.files.commit import read_manifest
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import NAME, FileInfo, Manifest, digest, parse
+from zeor.checkpoint.files.manifest import NAME, PARAM, FileInfo, Manifest, digest, parse
 from zeor.checkpoint.files.urls import Place, Url
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
+from zeor.comm.together import raise_first, together
 from zeor.comm.transfers import broadcast_bytes
 
 _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
-_MOST_TRIES = 10  # newer checkpoints that come while one is loaded
-
-_T = TypeVar("_T")
 
 log = logging.getLogger("zeor")
 
@@ -55,27 +48,6 @@ class _Look:
     @property
     def digest(self) -> str:
         return digest(self.manifest.to_bytes()) if self.manifest else ""
-
-
-def with_newest(mesh: Mesh, folder: Place, use: Callable[[], _T]) -> _T:
-    """What every rank does with the latest checkpoint of a folder. Where it fails, and a newer one has come since it
-    began, it is done again with that: the first one was most likely deleted meanwhile."""
-    for tries in range(1, _MOST_TRIES + 1):
-        before = store.latest(folder) if mesh.rank == 0 else None
-        try:
-            return use()
-        except CheckpointError as error:
-            if mesh.stuck or tries == _MOST_TRIES or not _has_newer(mesh, folder, before):
-                raise
-            if mesh.rank == 0:
-                log.warning("zeor: %s A newer checkpoint has come meanwhile, which is taken instead.", error)
-    raise AssertionError
-
-
-def _has_newer(mesh: Mesh, folder: Place, before: Complete | None) -> bool:
-    """Whether rank 0 sees one that was not there."""
-    newer = mesh.rank == 0 and is_newer(store.latest(folder), before)
-    return bool(exchange(mesh, newer, "look for a newer checkpoint")[0])
 
 
 def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
@@ -102,44 +74,11 @@ def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
         # Damaged, or something is missing on a disk that all ranks share.
         shared = len(hashes) == 1 and seen.manifest is not None and "hosts" not in seen.manifest.state
         damaged = ["" if absent else text for text, absent, _ in told]
-        raise_first(damaged)
+        raise_first(damaged, CheckpointError)
         if is_url or (shared and len(set(texts)) == 1):
-            raise_first(texts)
+            raise_first(texts, CheckpointError)
             raise CheckpointError(f"{seen.path} is not the same checkpoint on every rank.")
     return _choose(mesh, folder, problem)
-
-
-def raise_first(texts: list[str]) -> None:
-    """What went wrong on some ranks, if anything did."""
-    for rank, text in enumerate(texts):
-        if text:
-            raise CheckpointError(text if all(texts) else f"On rank {rank}: {text}")
-
-
-def together(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
-    """What every rank does; where it fails on any, all raise the first failure."""
-    result, problem = None, ""
-    try:
-        result = do()
-    except CheckpointError as error:
-        problem = str(error)
-    raise_first(exchange(mesh, problem, label))
-    return result
-
-
-def everywhere(mesh: Mesh, do: Callable[[], Any], label: str) -> Any:
-    """What every rank does. One that fails raises its own error, and the others say what it was and where."""
-    result, failed, told = None, None, ""
-    try:
-        result = do()
-    except Exception as error:  # whatever it is (a user's object may raise anything), the other ranks must hear it
-        failed = error
-        told = str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}"
-    everyone = exchange(mesh, told, label)
-    if failed is not None:
-        raise failed
-    raise_first(everyone)
-    return result
 
 
 def _look(*places: Place) -> _Look:
@@ -171,7 +110,7 @@ def _check_file(path: Place, manifest: Manifest, file: FileInfo) -> None:
 def _held(manifest: Manifest, files: list[str]) -> str:
     """Which parameters lost files take with them."""
     lost = {number for number, file in enumerate(manifest.files) if file.name in files}
-    names = [t.name for t in manifest.tensors if t.role == parts.PARAM and any(p.file in lost for p in t.pieces)]
+    names = [t.name for t in manifest.tensors if t.role == PARAM and any(p.file in lost for p in t.pieces)]
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f" It holds parts of parameters: {', '.join(map(repr, names[:10]))}{more}." if names else ""
 
@@ -278,7 +217,7 @@ def _opened(mesh: Mesh, folder: Place, one: _Candidate, source: int, holders: di
     def read() -> bytes | None:  # it was there when it was offered: it may be gone by now
         return read_manifest(path).to_bytes() if mesh.rank == source else None
 
-    data = together(mesh, read, "reading of a checkpoint's manifest")
+    data = together(mesh, read, "reading of a checkpoint's manifest", CheckpointError)
     data = broadcast_bytes(mesh, data, source, "sending of a checkpoint's manifest")
     return Opened(path, parse(data, str(path / NAME)), holders)
 

@@ -24,12 +24,13 @@ from torch import nn
 
 from zeor.checkpoint import api
 from zeor.checkpoint.contents import Contents
+from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.opening import everywhere
 from zeor.checkpoint.save import Run, add_extra
 from zeor.checkpoint.saver import saver_of
 from zeor.comm.meeting import meet
 from zeor.comm.stuck import explain
+from zeor.comm.together import everywhere
 
 AnySignal = str | int  # its name or number
 
@@ -88,7 +89,7 @@ class Preemption:
             self._what.check(run)
             return _signals(signals)
 
-        return list(everywhere(run.mesh, check, "agreement on the arguments of zeor.preempt"))
+        return list(everywhere(run.mesh, check, "agreement on the arguments of zeor.preempt", CheckpointError))
 
     def _arm(self, signals: Iterable[signal.Signals]) -> None:
         for each in signals:

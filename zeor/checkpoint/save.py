@@ -23,7 +23,7 @@ from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.files import per_host
 from zeor.checkpoint.files.branches import Complete, line_of
 from zeor.checkpoint.files.disk import DISK, Disk
-from zeor.checkpoint.files.manifest import Branch, FileInfo, Manifest, Piece, Stored, parse
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, Branch, FileInfo, Manifest, Piece, Stored, parse
 from zeor.checkpoint.files.store import clean, complete, disk_of
 from zeor.checkpoint.files.urls import Place
 from zeor.checkpoint.files.writer import write_file
@@ -62,14 +62,14 @@ def collect(run: Run, extra: Mapping[str, Any] | None, data: Any) -> Contents:
     parts.add_parameters(found, run.engine, run.names)
     if rank == 0:
         for name, param in run.plain_params.items():
-            found.add_whole((parts.PARAM, name), param)
+            found.add_whole((PARAM, name), param)
         for name, buffer in parts.persistent_buffers(run.model).items():
-            found.add_whole((parts.BUFFER, name), buffer)
+            found.add_whole((BUFFER, name), buffer)
     for number, stepper in enumerate(run.steppers):
         parts.add_optimizer(found, number, stepper, run.names)
     parts.add_rng(found, rank, run.mesh.device)
     if data is not None:
-        found.values["data"] = found.encode(parts.EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
+        found.values["data"] = found.encode(EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
     add_extra(found, run, extra or {})
     if rank == 0:
         found.values["model"] = _model(run)
@@ -85,7 +85,7 @@ def add_extra(found: Contents, run: Run, extra: Mapping[str, Any]) -> None:
         elif rank == 0:
             plain_extra[key] = parts.state_of_object(value, f"extra[{key!r}]")
     if rank == 0:
-        found.values["extra"] = found.encode(parts.EXTRA, "extra", plain_extra)
+        found.values["extra"] = found.encode(EXTRA, "extra", plain_extra)
 
 
 def _model(run: Run) -> dict[str, Any]:

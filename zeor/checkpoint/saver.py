@@ -27,13 +27,13 @@ from zeor.checkpoint import save as saving
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
 from zeor.checkpoint.files.urls import Place, shown
-from zeor.checkpoint.opening import raise_first
 from zeor.checkpoint.progress import Progress
 from zeor.checkpoint.save import Run
 from zeor.checkpoint.snapshot import HostBlocks
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.comm.stuck import has_failed
+from zeor.comm.together import raise_first
 from zeor.memory.device import thread_beside
 from zeor.runtime.engine import Engine
 
@@ -217,7 +217,7 @@ class Saver:
         answers = exchange(run.mesh, mine, "agreement to save a checkpoint")
         if error is not None:
             raise error
-        raise_first([answer[0] for answer in answers])
+        raise_first([answer[0] for answer in answers], CheckpointError)
         if any(answer[1] for answer in answers):
             raise CheckpointError(
                 "The checkpoint before this one is still being written; save less often, wait() for it first, or "
@@ -269,7 +269,7 @@ class Saver:
             found.sources = self.blocks.take(found.sources)
         except Exception as error:
             problem = f"the run could not be copied for a checkpoint ({type(error).__name__}: {error})."
-        raise_first(exchange(run.mesh, problem, "copy of a run for a checkpoint"))
+        raise_first(exchange(run.mesh, problem, "copy of a run for a checkpoint"), CheckpointError)
         self.last = Saving(target)
         self.last.start(run.apart(line.group), found, line.last)
         line.last = self.last._thread

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeor.checkpoint import contents as parts
 from zeor.checkpoint.files.blocks import BlockReader
 from zeor.checkpoint.files.commit import read_manifest
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import NAME, FileInfo, Manifest
+from zeor.checkpoint.files.manifest import NAME, PARAM, FileInfo, Manifest
 from zeor.checkpoint.files.reading import check_header
 from zeor.checkpoint.files.store import complete
 from zeor.checkpoint.files.urls import Place, Url
@@ -107,7 +106,7 @@ def parameter_counts(manifest: Manifest) -> tuple[int, int, int]:
     told = told if isinstance(told, dict) else {}
     tensors = numel = trains = 0
     for tensor in manifest.tensors:
-        if tensor.role == parts.PARAM:
+        if tensor.role == PARAM:
             count = math.prod(tensor.shape)
             tensors, numel = tensors + 1, numel + count
             entry = told.get(tensor.name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from zeor.layout.boxes import Box, tile
 
 FORMAT, VERSION = "zeor checkpoint", 1
 NAME = "manifest.json"
+PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"  # roles of tensors; for an optimizer's see `role_of`
 BLOCK_NBYTES = 4 << 20
 MOST_MANIFEST_NBYTES = 1 << 28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -41,6 +43,11 @@ def digest(data: Any) -> str:
     hasher = new_hash()
     hasher.update(data)
     return hasher.hexdigest()
+
+
+def role_of(number: int, key: Iterable[str | int]) -> str:
+    """The role of the entry `key` in the state of optimizer `number`."""
+    return f"optimizer.{number}.{'/'.join(map(str, key))}"
 
 
 @dataclass(frozen=True)

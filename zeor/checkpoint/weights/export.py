@@ -23,21 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeor.checkpoint import contents as parts
 from zeor.checkpoint.files.commit import read_manifest
 from zeor.checkpoint.files.errors import CheckpointError, all_there
-from zeor.checkpoint.files.manifest import Manifest, Stored
+from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Stored
+from zeor.checkpoint.files.newest import with_newest
 from zeor.checkpoint.files.plain import DTYPES
 from zeor.checkpoint.files.reading import Need, need, read_all
 from zeor.checkpoint.files.store import find
 from zeor.checkpoint.files.urls import Place, place_of
-from zeor.checkpoint.opening import everywhere, with_newest
 from zeor.checkpoint.weights.config import config_texts
 from zeor.checkpoint.weights.conversions import Reverse, shapes_of
 from zeor.checkpoint.weights.matching import Target, find_targets
 from zeor.checkpoint.weights.outfiles import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh, make_mesh
+from zeor.comm.together import everywhere
 from zeor.memory import device as devices
 from zeor.memory.formats import cast_into
 from zeor.memory.param import own_dtype
@@ -92,6 +92,7 @@ def export(
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
     model = unwrapped(source) if isinstance(source, nn.Module) else None
     mesh = _mesh_of(model)
+
     def prepare() -> tuple[Export, Path, int]:
         folder, wanted, max_nbytes = local_folder(out, "zeor.export"), _dtype_of(dtype), parse_size(max_file)
         if model is not None:
@@ -104,7 +105,7 @@ def export(
         return this, folder, max_nbytes
 
     def once() -> Path:
-        this, folder, max_nbytes = everywhere(mesh, prepare, "exchange about what an export writes")
+        this, folder, max_nbytes = everywhere(mesh, prepare, "exchange about what an export writes", CheckpointError)
         _write(mesh, this, folder, max_nbytes)
         return folder
 
@@ -276,7 +277,7 @@ def _model_values(
 def _from_checkpoint(path: Place, wanted: torch.dtype | None, trainable_only: bool) -> Export:
     path = find(path)
     manifest = read_manifest(path)
-    stored = [t for t in manifest.tensors if t.role == parts.PARAM or (t.role == parts.BUFFER and not trainable_only)]
+    stored = [t for t in manifest.tensors if t.role == PARAM or (t.role == BUFFER and not trainable_only)]
     told = _told(manifest)
     if trainable_only:
         stored = [tensor for tensor in stored if told.get(tensor.name, {}).get("trains") is True]
@@ -298,7 +299,7 @@ def _told(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 def _own_dtype(tensor: Stored, told: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
     """A parameter's own, of which a checkpoint keeps the wider master."""
-    own = DTYPES.get(str(told.get(tensor.name, {}).get("dtype"))) if tensor.role == parts.PARAM else None
+    own = DTYPES.get(str(told.get(tensor.name, {}).get("dtype"))) if tensor.role == PARAM else None
     stored = DTYPES[tensor.dtype]
     return own if own is not None and own in _CAST and stored in _CAST else stored
 

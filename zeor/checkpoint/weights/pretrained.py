@@ -27,6 +27,7 @@ from zeor.checkpoint.weights.matching import Match, Target, find_targets, match
 from zeor.comm import verbs
 from zeor.comm.agree import exchange, same_everywhere
 from zeor.comm.mesh import Mesh
+from zeor.comm.together import raise_first
 from zeor.memory import device as devices
 from zeor.runtime import events
 from zeor.runtime.engine import Engine
@@ -92,10 +93,7 @@ def _load(model: nn.Module, engine: Engine | None, path: Path, strict: bool, ren
 
 def _agree(mesh: Mesh, problem: str, label: str) -> None:
     """Raise on every rank what any rank found wrong; the first rank's sentence is everybody's."""
-    everyone = [problem] if mesh.fake else exchange(mesh, problem, label)
-    for rank, text in enumerate(everyone):
-        if text:
-            raise ValueError(text if all(everyone) else f"On rank {rank}: {text}")
+    raise_first([problem] if mesh.fake else exchange(mesh, problem, label), ValueError)
 
 
 def _entries_by_slot(engine: Engine, found: Match) -> dict[Slot, Source]:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.checkpoint.contents import BUFFER, PARAM, role_of
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.branches import Line
 from zeor.checkpoint.files.commit import Attempt, complete
 from zeor.checkpoint.files.disk import DISK
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import Manifest, Piece, Stored
+from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Piece, Stored, role_of
 from zeor.checkpoint.files.tensorfile import Entry, Reader
 from zeor.checkpoint.files.writer import Source, write_file
 from zeor.layout.boxes import whole
