@@ -20,10 +20,12 @@ import torch
 import zeor
 from tests.checkpoint.test_reshard import everything, make, steps
 from zeor.checkpoint import progress, room, saver, staging
-from zeor.checkpoint.api import load, run_of, save
+from zeor.checkpoint import save as saving
+from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files.commit import complete
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.writer import Source
+from zeor.checkpoint.run import run_of
 from zeor.checkpoint.snapshot import HostBlocks
 
 
@@ -32,14 +34,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
-        write = saver.write
+        write = saving.write
 
         def held(*args: Any) -> Path:
             self.entered.set()
             assert self.open.wait(60)
             return write(*args)
 
-        monkeypatch.setattr(saver, "write", held)
+        monkeypatch.setattr(saving, "write", held)
 
 
 def train_on(folder: str, stage: int) -> Any:
@@ -220,8 +222,8 @@ def test_a_long_save_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.001)
     monkeypatch.setattr(progress.log, "info", lambda text, *args: lines.put(text % args))
-    silent = progress.Progress("another rank", 1, shown=False)
-    with silent, progress.Progress("saving step 5", 4 * 10**9, shown=True) as shown:
+    silent = progress.SaveProgress("another rank", 1, shown=False)
+    with silent, progress.SaveProgress("saving step 5", 4 * 10**9, shown=True) as shown:
         shown.add(1_000_000_000)
         while not lines.empty():
             lines.get()  # of before

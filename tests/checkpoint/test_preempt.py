@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint import saver
+from zeor.checkpoint import save as writing
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files.commit import complete
 from zeor.checkpoint.files.errors import CheckpointError
@@ -56,7 +56,7 @@ def test_all_ranks_save_the_same_step_whoever_was_signalled(ranks, tmp_path: Pat
 
 def told_after(folder: str, how: str) -> Any:
     """Rank 1 gets the signal after an asynchronous save that failed, or while one is under way."""
-    run, gate, write, lines = make(2), threading.Event(), saver.write, []
+    run, gate, write, lines = make(2), threading.Event(), writing.write, []
     Path(folder, "file").touch()
 
     def held(*args: Any) -> Any:
@@ -66,7 +66,7 @@ def told_after(folder: str, how: str) -> Any:
 
     with (
         preempt(folder, *run[:2], exit_code=None) as stop,
-        patch.object(saver, "write", held),
+        patch.object(writing, "write", held),
         patch.object(logging.getLogger("zeor"), "handle", lambda record: lines.append(record.getMessage())),
     ):
         saving = save(f"{folder}/file" if how == "failed" else folder, *run[:2], step=1, asynchronous=True)

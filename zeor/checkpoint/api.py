@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.checkpoint import load as loading
+from zeor.checkpoint import save as saving
 from zeor.checkpoint.files.errors import all_there, lost_peers
 from zeor.checkpoint.files.urls import Place, place_of, shown
 from zeor.checkpoint.load import Loaded
-from zeor.checkpoint.save import Run
-from zeor.checkpoint.saver import Content, Saving, Target, saver_of
-from zeor.runtime import events
-from zeor.runtime.sharded import ATTRIBUTE
+from zeor.checkpoint.run import run_of
+from zeor.checkpoint.save import Destination, SaveRequest
+from zeor.checkpoint.saver import Saving, saver_of
 
 log = logging.getLogger("zeor")
 
@@ -89,22 +89,24 @@ def save(
     memory is too short for the copy, the checkpoint is written at once, with a warning.
     """
     run = run_of(model, optimizer)
-    content = _content(folder, step, extra, data, keep)
+    request = _request(folder, step, extra, data, keep)
     if busy not in ("wait", "raise"):
-        content = content._replace(error=ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'."))
-    _refuse_where_ranks_have_left(run, "zeor.save")
-    with lost_peers(run.mesh, *content.target.lost_words):
+        request = request._replace(error=ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'."))
+    run.announce_if_joining("zeor.save")
+    with lost_peers(run.mesh, *request.to.lost_words):
         all_there(run.mesh, "zeor.save")
-        return saver_of(run).save(run, content, later=asynchronous, refuse=busy == "raise")
+        saver = saver_of(run)
+        request = saver.after_last(request, refuse=busy == "raise")
+        return saver.start(run, request) if asynchronous else saving.save(run, request)
 
 
-def _content(folder: Any, step: Any, extra: Any, data: Any, keep: Any) -> Content:
-    """What is wrong with it is told to the other ranks first, then raised: they wait to hear of it."""
+def _request(folder: Any, step: Any, extra: Any, data: Any, keep: Any) -> SaveRequest:
+    """What is wrong with it is raised when the other ranks have heard it: they wait for this one."""
     try:
         check_step("zeor.save", step)
-        return Content(Target(checked("zeor.save", folder, extra, data, keep), step, keep), extra, data, None)
+        return SaveRequest(Destination(checked("zeor.save", folder, extra, data, keep), step, keep), extra, data)
     except Exception as error:
-        return Content(Target(folder, step, keep), extra, data, error)
+        return SaveRequest(Destination(folder, step, keep), extra, data, error)
 
 
 def check_step(who: str, step: Any) -> None:
@@ -126,8 +128,8 @@ def checked(who: str, folder: Any, extra: Any, data: Any, keep: Any) -> Place:
     except UnicodeError:  # a lone surrogate
         named = False
     if not named:
-        told = shown(str(os.fspath(folder)))
-        raise ValueError(f"{who}(folder={told!r}): no folder can have that name; give another.")
+        name = shown(str(os.fspath(folder)))
+        raise ValueError(f"{who}(folder={name!r}): no folder can have that name; give another.")
     return place_of(folder)
 
 
@@ -153,7 +155,7 @@ def load(
     fits and lists the rest.
     """
     run = run_of(model, optimizer)
-    _refuse_where_ranks_have_left(run, "zeor.load")
+    run.announce_if_joining("zeor.load")
     with lost_peers(run.mesh, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
         all_there(run.mesh, "zeor.load")
         saver_of(run).settle()  # what is being written may be the latest
@@ -161,30 +163,3 @@ def load(
     if run.mesh.rank == 0:
         log.info("loaded step %d from %s, written by %d rank(s)", loaded.step, shown(str(loaded.path)), loaded.world)
     return loaded
-
-
-def _refuse_where_ranks_have_left(run: Run, what: str) -> None:
-    """Inside zeor.join a rank that is out of data cannot come: all are told at once, before any waits for it."""
-    if run.engine.joining is not None:
-        run.engine.announce(events.OTHER, what)
-
-
-def run_of(model: nn.Module, optimizer: Any) -> Run:
-    """The run a model and its optimizers are: sharded together, or a plain model with a drop-in optimizer."""
-    state = vars(model).get(ATTRIBUTE)
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
-    if state is not None:
-        if state.shown:
-            raise RuntimeError("zeor.save and zeor.load cannot run inside zeor.full_params; close that first.")
-        known = {id(stepper.optimizer): stepper for stepper in state.steppers}
-        for each in given:
-            if id(each) not in known:
-                raise ValueError(f"This {type(each).__name__} was not sharded with the model; zeor.shard both first.")
-        return Run(model, state.engine, [known[id(each)] for each in given] if given else state.steppers)
-    steppers = [getattr(each, "_zeor", None) for each in given]
-    if len(steppers) != 1 or steppers[0] is None:
-        raise ValueError(
-            "This model is not sharded; call zeor.shard(model, optimizer) first, or give the one zeor.optim optimizer "
-            "that trains it."
-        )
-    return Run(model, steppers[0].engine, steppers)

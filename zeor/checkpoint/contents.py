@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,6 @@ from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
 from zeor.optim.pieces import Piece
 from zeor.runtime.discover import named_owners
-from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot
 
@@ -107,12 +106,12 @@ class _Once:
 # ---- parameters and buffers
 
 
-def add_parameters(contents: Contents, engine: Engine, names: Mapping[int, str]) -> None:
+def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int, str]) -> None:
     """The exact value of every parameter, in this rank's slice of it. `names`: by id of the user's parameter."""
-    for slot in engine.slots:
+    for slot in slots:
         lane = slot.lane
         dtype = lane.key.master_dtype or lane.key.compute_dtype
-        for segment in lane.layout.segments(engine.mesh.rank):
+        for segment in lane.layout.segments(lane.mesh.rank):
             if segment.param == slot.index:
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
                 contents.add_range((PARAM, names[id(slot.param)]), slot.shape, dtype, segment.start, read)
@@ -160,22 +159,23 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 # ---- optimizers
 
 
-def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[int, str]) -> None:
+def add_optimizer(
+    contents: Contents, number: int, stepper: Any, slots: Sequence[Slot], names: Mapping[int, str]
+) -> None:
     """Its groups by parameter name, its counters, its element-wise state in this rank's part, an owner's whole."""
-    engine: Engine = stepper.engine
-    slots = {slot.name: slot for slot in engine.slots}
+    by_name = {slot.name: slot for slot in slots}
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
     told: set[str] = set()
     for piece in stepper.pieces():
-        slot = slots[piece.name]
+        slot = by_name[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
         told.add(name)
         keys[role] = list(piece.key)
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece)
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
-            if not slot.lane.updates_whole or engine.mesh.rank == 0:
+            if not slot.lane.updates_whole or slot.lane.mesh.rank == 0:
                 contents.add_whole((role, name), piece.value)
         else:
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
@@ -200,7 +200,7 @@ def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: 
     assert piece.begin is not None
     first, last = piece.begin, piece.begin + piece.value.numel()
     if slot.lane.updates_whole:
-        mine = [s for s in slot.lane.layout.segments(slot.engine.mesh.rank) if s.param == slot.index]
+        mine = [s for s in slot.lane.layout.segments(slot.lane.mesh.rank) if s.param == slot.index]
         if not mine:
             return
         first, last = mine[0].start, mine[0].start + mine[0].numel
@@ -217,11 +217,13 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
     }
 
 
-def add_average(contents: Contents, key: str, average: Any, engine: Engine, names: Mapping[int, str]) -> dict[str, int]:
+def add_average(
+    contents: Contents, key: str, average: Any, slots: Sequence[Slot], names: Mapping[int, str]
+) -> dict[str, int]:
     """A zeor.ema, cut like the parameters. Returns its plain state."""
-    slots = {slot.name: slot for slot in engine.slots}
+    by_name = {slot.name: slot for slot in slots}
     for piece in average.pieces():
-        slot = slots[piece.name]
+        slot = by_name[piece.name]
         read = _Once(piece.value.numel(), lambda value=piece.value: value)  # type: ignore[misc]
         contents.add_range((f"ema.{key}", names[id(slot.param)]), slot.shape, piece.value.dtype, piece.begin, read)
     return {"updates": average.updates}

@@ -41,7 +41,7 @@ from zeor.checkpoint.manifest_checks import (
 from zeor.checkpoint.opening import Opened, open_checkpoint
 from zeor.checkpoint.resume import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
-from zeor.checkpoint.save import Run
+from zeor.checkpoint.run import TrainingRun
 from zeor.checkpoint.staging import Staging
 from zeor.checkpoint.state_checks import States, Told, check_count, is_counter
 from zeor.checkpoint.weights.matching import kind_of
@@ -72,7 +72,7 @@ class Loaded(NamedTuple):
 class Load:
     """One load into one run."""
 
-    def __init__(self, run: Run, opened: Opened, files: Files, strict: bool):
+    def __init__(self, run: TrainingRun, opened: Opened, files: Files, strict: bool):
         self.run, self.strict, self._files = run, strict, files
         self.path, self.manifest = opened.path, opened.manifest
         self._stored = self.manifest.by_key()
@@ -80,7 +80,7 @@ class Load:
             if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
                 self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.engine.slots)
+        alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.slots)
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
@@ -146,7 +146,7 @@ class Load:
         others: dict[str, list[str]] = {}
         for other, name in self.run.aliases.items():
             others.setdefault(name, []).append(other)
-        for slot in self.run.engine.slots:
+        for slot in self.run.slots:
             name = self.run.names[id(slot.param)]
             names = [name, *others.get(name, ()), *(aliases[n] for n in [name, *others.get(name, ())] if n in aliases)]
             found = next((n for n in names if (PARAM, n) in self._stored), None)
@@ -319,7 +319,7 @@ class Load:
             raise CheckpointError(f"{self.path} lacks the optimizer's state of {name!r}.")
 
     def _plan_average(self, key: str, average: EMA) -> None:
-        slots = {slot.name: slot for slot in self.run.engine.slots}
+        slots = {slot.name: slot for slot in self.run.slots}
         names = {mine.name: self.run.names[id(slots[mine.name].param)] for mine in average.pieces()}
         lacking = [name for name in names.values() if (f"ema.{key}", name) not in self._stored]
         if lacking and self.strict:
@@ -362,7 +362,7 @@ class Load:
 
     def fill(self) -> None:
         """This rank's part of everything; no rank waits for another in here."""
-        self.run.engine.drain()
+        self.run.drain()
         for stepper in self.run.steppers:
             stepper.clear_state()
         self.staging.fill(after_batch=self._put_pieces)
@@ -370,7 +370,7 @@ class Load:
 
     def _put_parameter(self, slot: Slot, segment: Segment, values: Tensor) -> None:
         slot.lane.store_part(segment.offset, values)
-        self.run.engine.unfilled.fill(slot)
+        self.run.unfilled.fill(slot)
 
     def _put_pieces(self) -> None:
         for number, pieces in self._pieces.items():
@@ -384,12 +384,9 @@ class Load:
     @torch.no_grad()
     def publish(self) -> None:
         """What was filled in, to the other ranks where they read it; then the optimizers' settings."""
-        engine = self.run.engine
-        for unit in engine.units:
+        for unit in self.run.units:
             for lane in unit.lanes:
-                if engine.mesh.world > 1 and not lane.frees and not lane.updates_whole:
-                    lane.start_gather(f"gather of unit {unit.name!r} after loading")
-                    lane.wait()
+                self.run.publish(unit, lane)
                 lane.changed()  # a graph made before is stale
         for stepper, settings in zip(self.run.steppers, self._settings):
             self._set_groups(stepper, settings)
@@ -423,14 +420,14 @@ class Load:
             set_rng(self._rng(), self.run.mesh.device)
 
 
-def load(run: Run, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
+def load(run: TrainingRun, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
     """The steps at the top of this file."""
 
     def once() -> Loaded:
         opened = open_checkpoint(run.mesh, folder)
         with Files(run.mesh, opened) as files:
             loaded = _load(Load(run, opened, files, strict), files, extra, data)
-        run.line.loaded(opened.path, opened.manifest)
+        run.lineage.loaded(opened.path, opened.manifest)
         return loaded
 
     return with_newest(run.mesh, folder, once)

@@ -26,7 +26,8 @@ from zeor.checkpoint import api
 from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.save import Run, add_extra
+from zeor.checkpoint.run import TrainingRun, run_of
+from zeor.checkpoint.save import add_extra
 from zeor.checkpoint.saver import saver_of
 from zeor.comm.meeting import meet
 from zeor.comm.stuck import explain
@@ -58,7 +59,7 @@ class What:
     data: Any
     keep: int | None
 
-    def check(self, run: Run) -> None:
+    def check(self, run: TrainingRun) -> None:
         """Raise what a save would, now. A loader's state_dict() is not called: torchdata's begins an epoch then."""
         api.checked("zeor.preempt", self.folder, self.extra, self.data, self.keep)
         add_extra(Contents(), run, self.extra or {})
@@ -72,7 +73,7 @@ class Preemption:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
-        run = api.run_of(what.model, what.optimizer)
+        run = run_of(what.model, what.optimizer)
         self._what, self._mesh, self._within, self._exit_code = what, run.mesh, within, exit_code
         self._before: dict[signal.Signals, Any] = {}
         self._noted: float | None = None  # when the signal came, by time.monotonic()
@@ -80,7 +81,7 @@ class Preemption:
         self._saved = False
         self._arm(self._checked(run, signals))
 
-    def _checked(self, run: Run, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
+    def _checked(self, run: TrainingRun, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
         """The signals. What is wrong on one rank is raised on all: none trains on with others that have gone."""
 
         def check() -> list[signal.Signals]:
@@ -130,7 +131,7 @@ class Preemption:
             self._watch()
         log.warning("zeor: told to stop; saving step %d.", step)
         what, both = self._what, {**(self._what.extra or {}), **(extra or {})}
-        saver_of(api.run_of(what.model, what.optimizer)).pass_over_last(step)
+        saver_of(run_of(what.model, what.optimizer)).pass_over_last(step)
         path = api.save(
             what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep
         )

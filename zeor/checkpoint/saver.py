@@ -1,7 +1,7 @@
-"""Saving: at once, or from a copy in a thread of its own, with a process group of its own.
+"""Saving in the background: from a copy, in a thread of its own, with a process group of its own.
 
-    main thread     collect, agree, copy (snapshot.py)  --> trains on
-    a thread                                            --> write, exchange, commit (save.py)
+    main thread     agree (save.py), copy (snapshot.py)  --> trains on
+    a thread                                             --> write (save.py)
 
 The thread speaks on a group that nobody else uses, so its exchanges never mix with training's. It holds the copy,
 never the model: the model may train, be unsharded or go. Threads that share a group run one after the other, in
@@ -10,25 +10,26 @@ the order of the calls, which is the same on every rank.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from zeor.checkpoint import room
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.contents import Contents
+from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
-from zeor.checkpoint.files.urls import Place, shown
-from zeor.checkpoint.progress import Progress
-from zeor.checkpoint.save import Run
+from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.run import TrainingRun
+from zeor.checkpoint.save import Destination, SaveRequest
 from zeor.checkpoint.snapshot import HostBlocks
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
@@ -44,33 +45,12 @@ LEAVE_SECONDS = 10.0  # that a program waits at its end for a save, once a colle
 log = logging.getLogger("zeor")
 
 
-class Target(NamedTuple):
-    folder: Place
-    step: int
-    keep: int | None
-
-    @property
-    def lost_words(self) -> tuple[str, str]:
-        """What is said where a rank is lost on the way."""
-        then = "What is visible in the folder is whole; earlier checkpoints are as they were."
-        return f"Saving step {self.step} to {shown(str(self.folder))}", then
-
-
-class Content(NamedTuple):
-    """What one rank asks to be saved, and where; `error`: why that cannot be, which the other ranks must hear."""
-
-    target: Target
-    extra: Mapping[str, Any] | None
-    data: Any
-    error: Exception | None
-
-
 class Saving:
     """A checkpoint being written in the background."""
 
-    def __init__(self, target: Target) -> None:
-        self.step = target.step
-        self._target = target
+    def __init__(self, to: Destination) -> None:
+        self.step = to.step
+        self._to = to
         self._thread: threading.Thread | None = None
         self._path: Place | None = None
         self._error: BaseException | None = None
@@ -100,20 +80,20 @@ class Saving:
         _unseen.discard(self)
         return self._error
 
-    def start(self, run: Run, found: Contents, before: threading.Thread | None) -> None:
+    def start(self, mesh: Mesh, lineage: Lineage, found: Contents, before: threading.Thread | None) -> None:
         _unseen.add(self)
         _watch_exit()
-        self.timeout = run.mesh.timeout
-        work = (run, found, before)
+        self.timeout = mesh.timeout
+        work = (mesh, lineage, found, before)
         self._thread = threading.Thread(target=self._work, args=work, daemon=True, name="zeor-checkpoint")
         self._thread.start()
 
-    def _work(self, run: Run, found: Contents, before: threading.Thread | None) -> None:
+    def _work(self, mesh: Mesh, lineage: Lineage, found: Contents, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
         try:
-            with thread_beside(run.mesh.device), lost_peers(run.mesh, *self._target.lost_words):
-                self._path = write(run, found, self._target)
+            with thread_beside(mesh.device), lost_peers(mesh, *self._to.lost_words):
+                self._path = saving.write(mesh, lineage, found, self._to)
             _unseen.discard(self)
         except BaseException as error:
             unforeseen = not isinstance(error, CheckpointError)
@@ -131,13 +111,6 @@ def _bare(error: BaseException) -> BaseException:
         each.with_traceback(None)
         each = each.__cause__ or each.__context__
     return error
-
-
-def write(run: Run, found: Contents, target: Target) -> Place:
-    """save.write, with its progress shown."""
-    total_nbytes = sum(source.nbytes for source in found.sources)
-    with Progress(f"saving step {target.step} to {target.folder}", total_nbytes, run.mesh.rank == 0) as progress:
-        return saving.write(run, found, *target, progress=progress.add)
 
 
 # ---- at exit
@@ -182,14 +155,14 @@ def _patience(saving: Saving) -> float | None:
 
 
 @dataclass
-class _Line:
+class _Channel:
     """The group that background threads of a mesh speak on, and the thread that was started last."""
 
     group: Any = None
     last: threading.Thread | None = None
 
 
-_lines: weakref.WeakKeyDictionary[Any, _Line] = weakref.WeakKeyDictionary()  # by control group, and gone with it
+_channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary()  # by control group, and gone with it
 _savers: weakref.WeakKeyDictionary[Engine, Saver] = weakref.WeakKeyDictionary()
 
 
@@ -200,44 +173,29 @@ class Saver:
         self.blocks = HostBlocks(pinned=mesh.device.type != "cpu")
         self.last: Saving | None = None
 
-    def save(self, run: Run, content: Content, *, later: bool, refuse: bool) -> Any:
-        """A path, or with `later` a Saving. Every rank calls it, and all agree before anything begins."""
-        busy = refuse and self.last is not None and not self.last.done
-        found, target = Contents(), content.target
-        error: BaseException | None = content.error
-        if error is None and not busy:
-            error = self._end_last()
-        if error is None and not busy:
-            try:
-                found = saving.collect(run, content.extra, content.data)
-            except Exception as failure:
-                error = failure
-        wanted = room.asked(self.blocks.missing_nbytes(found.sources) if later else 0)
-        mine = [words_of(error), busy, list(wanted), target.step if error is None else None]
-        answers = exchange(run.mesh, mine, "agreement to save a checkpoint")
-        if error is not None:
-            raise error
-        raise_first([answer[0] for answer in answers], CheckpointError)
-        if any(answer[1] for answer in answers):
-            raise CheckpointError(
-                "The checkpoint before this one is still being written; save less often, wait() for it first, or "
-                "let the call wait (busy='wait')."
-            )
-        _check_same_step([answer[3] for answer in answers])
-        short = room.short_of([answer[2] for answer in answers], SNAPSHOT_SHARE)
-        if later and not short:
-            return self._start(run, found, target)
-        path = self._write_now(run, found, target, short)
-        return _ended(target, path) if later else path
+    def after_last(self, request: SaveRequest, refuse: bool) -> SaveRequest:
+        """The request, when the save before it has ended; or, with `refuse`, at once, marked as busy."""
+        if request.error is not None:
+            return request
+        if refuse and self.last is not None and not self.last.done:
+            return request._replace(busy=True)
+        return request._replace(error=self._end_last())
 
-    def _write_now(self, run: Run, found: Contents, target: Target, short: dict[str, tuple[int, int]]) -> Place:
-        if short and run.mesh.rank == 0:
+    def start(self, run: TrainingRun, request: SaveRequest) -> Saving:
+        """Every rank calls it, and all agree before anything begins."""
+        found, memory = saving.agree(run, request, self.blocks.missing_nbytes)
+        short = room.short_of(memory, SNAPSHOT_SHARE)
+        if not short:
+            return self._start(run, found, request.to)
+        if run.mesh.rank == 0:
             host, (nbytes, free) = next(iter(short.items()))
             log.warning(
                 "zeor: a copy of the run for an asynchronous save takes %.1f GB on %s, where %.1f GB are free; this "
                 "checkpoint is written at once instead, and training waits for it.", nbytes / 1e9, host, free / 1e9,
             )  # fmt: skip
-        return write(run, found, target)
+        ended = Saving(request.to)
+        ended._path = saving.write(run.mesh, run.lineage, found, request.to)
+        return ended
 
     def _end_last(self) -> BaseException | None:
         """Wait for the save before this one; what was wrong with it, if nobody knows yet."""
@@ -262,55 +220,34 @@ class Saver:
         if self.last is not None:
             self.last.join()
 
-    def _start(self, run: Run, found: Contents, target: Target) -> Saving:
-        line = _line_of(run.mesh)
+    def _start(self, run: TrainingRun, found: Contents, to: Destination) -> Saving:
+        channel = _channel_of(run.mesh)
         problem = ""
         try:
             found.sources = self.blocks.take(found.sources)
         except Exception as error:
             problem = f"the run could not be copied for a checkpoint ({type(error).__name__}: {error})."
         raise_first(exchange(run.mesh, problem, "copy of a run for a checkpoint"), CheckpointError)
-        self.last = Saving(target)
-        self.last.start(run.apart(line.group), found, line.last)
-        line.last = self.last._thread
+        self.last = Saving(to)
+        self.last.start(dataclasses.replace(run.mesh, control=channel.group), run.lineage, found, channel.last)
+        channel.last = self.last._thread
         return self.last
 
 
-def words_of(error: BaseException | None) -> str:
-    """What other ranks hear of an error; never empty."""
-    return "" if error is None else str(error) or type(error).__name__
-
-
-def _check_same_step(steps: Sequence[int]) -> None:
-    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-    if other is not None:
-        raise CheckpointError(
-            f"The ranks save different steps: rank 0 gives step={steps[0]}, rank {other} gives step={steps[other]}; "
-            "give the same one on every rank. Nothing was written."
-        )
-
-
-def _ended(target: Target, path: Place) -> Saving:
-    """A save that was not put off after all."""
-    ended = Saving(target)
-    ended._path = path
-    return ended
-
-
-def saver_of(run: Run) -> Saver:
+def saver_of(run: TrainingRun) -> Saver:
     if run.engine not in _savers:
         _savers[run.engine] = Saver(run.mesh)
     return _savers[run.engine]
 
 
-def _line_of(mesh: Mesh) -> _Line:
+def _channel_of(mesh: Mesh) -> _Channel:
     """Every rank calls it: the first time it makes a group."""
     if mesh.world == 1:
-        return _Line()
-    if mesh.control not in _lines:
+        return _Channel()
+    if mesh.control not in _channels:
         ranks = dist.get_process_group_ranks(mesh.control)
         local = len(ranks) < dist.get_world_size()  # ranks outside the mesh take no part
         limit = timedelta(seconds=max(mesh.timeout, LEAST_TIMEOUT))
         group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=local)
-        _lines[mesh.control] = _Line(group)
-    return _lines[mesh.control]
+        _channels[mesh.control] = _Channel(group)
+    return _channels[mesh.control]

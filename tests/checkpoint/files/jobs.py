@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zeor.checkpoint.files import commit
-from zeor.checkpoint.files.branches import Line
+from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.commit import Attempt
 from zeor.checkpoint.files.disk import DISK, Disk
 from zeor.checkpoint.files.manifest import FileInfo, Manifest, Piece, Stored
@@ -29,7 +29,7 @@ class Steps:
     """What zeor.save does to a folder, one after the other, with values that tell whose they are."""
 
     def __init__(self, disk: Disk = DISK) -> None:
-        self._disk, self._line = disk, Line()
+        self._disk, self._line = disk, Lineage()
 
     def begin(self, folder: str, step: int, value: float) -> str:
         self._folder, self._value = Path(folder), value

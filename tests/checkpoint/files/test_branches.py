@@ -20,7 +20,7 @@ from zeor.checkpoint import load as loading
 from zeor.checkpoint import opening
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files import branches, store
-from zeor.checkpoint.files.branches import Complete, Line, is_newer, ordered, surplus
+from zeor.checkpoint.files.branches import Complete, Lineage, is_newer, ordered, surplus
 from zeor.checkpoint.files.commit import clean, complete, find, read_manifest
 from zeor.checkpoint.files.disk import DISK
 from zeor.checkpoint.files.errors import CheckpointError
@@ -203,7 +203,7 @@ def test_newer_is_what_was_written_later() -> None:
 def test_a_parent_whose_name_no_manifest_may_have_is_named_by_its_id_alone() -> None:
     manifest = Manifest(1, 1, [], [], branch=Branch("a" * 32, 7))
     for name, told in (("best", "best"), ("my best {1}", ""), (".x", ""), ("x" * 101, ""), ("\u0665", "")):
-        line = Line()
+        line = Lineage()
         line.loaded(Path(name), manifest)
         found = line.next(Path("run"), [])
         assert (found.parent, found.parent_name) == ("a" * 32, told)

@@ -21,10 +21,10 @@ from torch import Tensor
 import zeor
 from tests.checkpoint.test_reshard import everything, make, steps
 from zeor.checkpoint import fetch, opening
-from zeor.checkpoint.api import run_of
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.manifest import BLOCK_NBYTES
-from zeor.checkpoint.save import collect, write
+from zeor.checkpoint.run import run_of
+from zeor.checkpoint.save import Destination, collect, write
 
 Hosts = list[int]  # by rank
 STEP1, STEP2 = "step-000000000001", "step-000000000002"
@@ -162,7 +162,8 @@ def save_on_bad_disk(what: str, bad: int) -> str:
     model, optimizer, _ = make(3)
     run = run_of(model, optimizer)
     try:
-        write(run, collect(run, None, None), Path("run"), 3, 3, _Refusing(what if dist.get_rank() == bad else ""))
+        disk = _Refusing(what if dist.get_rank() == bad else "")
+        write(run.mesh, run.lineage, collect(run, None, None), Destination(Path("run"), 3, 3), disk)
     except zeor.CheckpointError as error:
         return str(error)
     return ""

@@ -21,7 +21,7 @@ from tests.checkpoint.files.jobs import manifest_of
 from tests.checkpoint.test_reshard import make
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files import store
-from zeor.checkpoint.files.branches import Line
+from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.hidden import LEFTOVER_SECONDS
 from zeor.checkpoint.files.manifest import NAME
@@ -51,7 +51,7 @@ class Job:
         self.info = write_file(Uploads(), self.attempt.writing / "rank-00000.safetensors", [source])
 
     def commit(self) -> None:
-        branch = Line().next(self.folder, store.complete(self.folder))
+        branch = Lineage().next(self.folder, store.complete(self.folder))
         self.attempt.commit(manifest_of(self.attempt.step, self.info, branch))
 
     def clean(self) -> None:

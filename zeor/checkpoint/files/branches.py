@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +95,7 @@ def _ancestors(found: Sequence[Complete], newest: Complete | None) -> set[str]:
 # ---- of a run
 
 
-class Line:
+class Lineage:
     """What the next checkpoint of a run comes from."""
 
     def __init__(self) -> None:
@@ -124,11 +123,3 @@ class Line:
 def _is_plain(name: str) -> bool:
     kept = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
     return kept and len(name) <= _MOST_NAME and name[0] not in "-."
-
-
-_lines: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()  # by engine
-
-
-def line_of(engine: Any) -> Line:
-    """Of the run of a sharded model."""
-    return _lines.setdefault(engine, Line())

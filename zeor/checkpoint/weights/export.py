@@ -33,6 +33,7 @@ from zeor.checkpoint.files.store import find
 from zeor.checkpoint.files.urls import Place, place_of
 from zeor.checkpoint.weights.config import config_texts
 from zeor.checkpoint.weights.conversions import Reverse, shapes_of
+from zeor.checkpoint.weights.live import LiveModel
 from zeor.checkpoint.weights.matching import Target, find_targets
 from zeor.checkpoint.weights.outfiles import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.comm.agree import exchange
@@ -42,7 +43,6 @@ from zeor.memory import device as devices
 from zeor.memory.formats import cast_into
 from zeor.memory.param import own_dtype
 from zeor.plan import Plan
-from zeor.runtime import events
 from zeor.runtime.compiled import unwrapped
 from zeor.runtime.sharded import ATTRIBUTE
 from zeor.runtime.stream import DEFAULT_NBYTES, iter_slots
@@ -221,7 +221,8 @@ def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bo
     kinds = {names[id(t.tensor)]: (_target(own_dtype(t.tensor), wanted), tuple(t.tensor.shape)) for t in targets}
     made = shapes_of(reverse(), kinds)
     planned = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
-    values = lambda: _model_values(state, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
+    live = LiveModel(state.engine) if state is not None else None
+    values = lambda: _model_values(live, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
     return Export(planned, values, _file_aliases(reverse(), aliases), reverse=reverse(), kinds=kinds)
 
 
@@ -235,10 +236,10 @@ def _mesh_of(model: nn.Module | None) -> Mesh:
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
     state = vars(model).get(ATTRIBUTE) if model is not None else None
     if state is not None:
-        if state.engine.joining is not None:
-            state.engine.announce(events.OTHER, "zeor.export")
-        all_there(state.engine.mesh, "zeor.export")
-        return state.engine.mesh
+        live = LiveModel(state.engine)
+        live.announce_if_joining("zeor.export")
+        all_there(live.mesh, "zeor.export")
+        return live.mesh
     if model is None or not dist.is_initialized():
         return Mesh(rank=0, world=1, device=torch.device("cpu"))
     world = Mesh(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), control=dist.group.WORLD)
@@ -255,15 +256,15 @@ def _chosen(model: nn.Module, target: Target) -> str:
 
 
 def _model_values(
-    state: Any, targets: list[Target], names: Mapping[int, str], wanted: torch.dtype | None, max_nbytes: int
+    live: LiveModel | None, targets: list[Target], names: Mapping[int, str], wanted: torch.dtype | None, max_nbytes: int
 ) -> Values:
-    slots = {id(slot.param): slot for slot in state.engine.slots} if state is not None else {}
+    slots = {id(slot.param): slot for slot in live.slots} if live is not None else {}
     chosen = [slots[id(target.tensor)] for target in targets if id(target.tensor) in slots]
-    if chosen:
+    if live is not None and chosen:
         # A wider dtype is asked of the masters themselves; a narrower one is cast on rank 0.
         widened = lambda slot: max(slot.dtype, _target(slot.dtype, wanted), key=lambda dtype: dtype.itemsize)
         named = {slot.name: names[id(slot.param)] for slot in chosen}
-        for name, value in iter_slots(state.engine, chosen, max_nbytes, widened):
+        for name, value in iter_slots(live.engine, chosen, max_nbytes, widened):
             yield named[name], value, 0
             del value
     for target in targets:

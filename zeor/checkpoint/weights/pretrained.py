@@ -13,7 +13,7 @@ tensorfile.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zeor.checkpoint.files.tensorfile import Reader
 from zeor.checkpoint.weights.conversions import Source, as_model_names, pieces, remember, whole
 from zeor.checkpoint.weights.hf_folder import find_tensors
+from zeor.checkpoint.weights.live import LiveModel
 from zeor.checkpoint.weights.matching import Match, Target, find_targets, match
 from zeor.comm import verbs
 from zeor.comm.agree import exchange, same_everywhere
@@ -30,15 +31,14 @@ from zeor.comm.mesh import Mesh
 from zeor.comm.together import raise_first
 from zeor.memory import device as devices
 from zeor.runtime import events
-from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.sharded import ATTRIBUTE
-from zeor.runtime.unit import Slot, Unit
+from zeor.runtime.unit import Slot
 
 Rename = Callable[[str], "str | None"]
 
 
-class Loaded(NamedTuple):
+class UnmatchedKeys(NamedTuple):
     """What did not match, as torch's load_state_dict reports it; both empty with strict=True."""
 
     missing_keys: list[str]
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
 
 def load_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, rename: Rename | None = None
-) -> Loaded:
+) -> UnmatchedKeys:
     """Load safetensors (a file, or a folder as Hugging Face lays it out: one file, or many with an index) into a
     sharded model, on the meta device or not, or into a plain one. Each rank reads the bytes of its own part alone.
 
@@ -61,12 +61,12 @@ def load_pretrained(
         raise RuntimeError("zeor.load_pretrained cannot load inside zeor.full_params; close that first.")
     if state is not None:
         state.engine.announce(events.OTHER, "zeor.load_pretrained")
-    return _load(model, state.engine if state is not None else None, Path(path), strict, rename)
+    return _load(model, LiveModel(state.engine) if state is not None else None, Path(path), strict, rename)
 
 
-def _load(model: nn.Module, engine: Engine | None, path: Path, strict: bool, rename: Rename | None) -> Loaded:
+def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, rename: Rename | None) -> UnmatchedKeys:
     """The steps at the top of this file."""
-    mesh = engine.mesh if engine is not None else Mesh(rank=0, world=1, device=torch.device("cpu"))
+    mesh = live.mesh if live is not None else Mesh(rank=0, world=1, device=torch.device("cpu"))
     found, problem, held = None, "", {}
     targets = find_targets(model)
     known = [name for target in targets for name in target.names]
@@ -81,14 +81,14 @@ def _load(model: nn.Module, engine: Engine | None, path: Path, strict: bool, ren
     assert found is not None
     same_everywhere(mesh, "files to load", [f"{t.name}: {e.shape}, {e.dtype}" for t, e in found.pairs])
     with Reader() as reader, torch.no_grad():
-        problem = _load_sharded(engine, found, reader) if engine is not None else _load_plain(found, reader)
+        problem = _load_sharded(live, found, reader) if live is not None else _load_plain(found, reader)
     _agree(mesh, problem, "exchange about loaded files")
-    if engine is not None:
-        for slot in _entries_by_slot(engine, found):
-            engine.unfilled.fill(slot)
+    if live is not None:
+        for slot in _entries_by_slot(live.slots, found):
+            live.unfilled.fill(slot)
     if rename is None:
         remember(model, held, known)
-    return Loaded(found.missing, found.unexpected)
+    return UnmatchedKeys(found.missing, found.unexpected)
 
 
 def _agree(mesh: Mesh, problem: str, label: str) -> None:
@@ -96,32 +96,32 @@ def _agree(mesh: Mesh, problem: str, label: str) -> None:
     raise_first([problem] if mesh.fake else exchange(mesh, problem, label), ValueError)
 
 
-def _entries_by_slot(engine: Engine, found: Match) -> dict[Slot, Source]:
+def _entries_by_slot(slots: Iterable[Slot], found: Match) -> dict[Slot, Source]:
     entries = {id(target.tensor): entry for target, entry in found.pairs if not target.is_buffer}
-    return {slot: entries[id(slot.param)] for slot in engine.slots if id(slot.param) in entries}
+    return {slot: entries[id(slot.param)] for slot in slots if id(slot.param) in entries}
 
 
 # ---- into a sharded model
 
 
-def _load_sharded(engine: Engine, found: Match, reader: Reader) -> str:
+def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
     """Step 3. Once a read has failed this rank only keeps the others company; returns what failed."""
-    engine.drain()
-    entries, problem = _entries_by_slot(engine, found), ""
-    for unit in engine.units:
+    live.drain()
+    entries, problem = _entries_by_slot(live.slots, found), ""
+    for unit in live.units:
         for lane in unit.lanes:
             mine = {slot.index: entries[slot] for slot in unit.slots if slot.lane is lane and slot in entries}
             if not mine:
                 continue
             problem = problem or _attempt(_read_lane, lane, mine, reader)
-            _publish(engine, unit, lane)
+            live.publish(unit, lane)
     for lane in dict.fromkeys(slot.lane for slot in entries):
         lane.changed()  # a graph made before is stale
     for target, entry in found.pairs:
         if target.is_buffer:
-            value = torch.empty_like(target.tensor, device=engine.mesh.device)
+            value = torch.empty_like(target.tensor, device=live.mesh.device)
             problem = problem or _attempt(_read_whole, value, entry, reader)
-            verbs.broadcast(engine.mesh, value, f"broadcast of buffer {target.name!r}")
+            verbs.broadcast(live.mesh, value, f"broadcast of buffer {target.name!r}")
             _put_buffer(target, value)
     return problem
 
@@ -131,13 +131,6 @@ def _read_lane(lane: Lane, entries: dict[int, Source], reader: Reader) -> None:
         if segment.param in entries:
             for done, values in pieces(reader, entries[segment.param], segment.start, segment.numel):
                 lane.store_part(segment.offset + done, values)
-
-
-def _publish(engine: Engine, unit: Unit, lane: Lane) -> None:
-    """What a rank has read of a lane that rests FULL, to all others."""
-    if engine.mesh.world > 1 and not lane.frees and not lane.updates_whole:
-        lane.start_gather(f"gather of unit {unit.name!r} after loading")
-        lane.wait()
 
 
 def _read_whole(value: Tensor, entry: Source, reader: Reader) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint.files import plain
-from zeor.checkpoint.files.branches import Line
+from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.commit import Attempt, complete
 from zeor.checkpoint.files.disk import DISK
 from zeor.checkpoint.files.errors import CheckpointError
@@ -82,7 +82,7 @@ def write(found: Foreign, folder: Path, kind: str) -> Path:
     try:
         attempt.begin()
         info = write_file(DISK, attempt.writing / "rank-00000.safetensors", sources)
-        branch = Line().next(folder, complete(folder))
+        branch = Lineage().next(folder, complete(folder))
         attempt.commit(Manifest(found.step, 1, [info], tensors, _state(found, kind), branch=branch).to_bytes())
     except OSError as error:
         attempt.abandon()
