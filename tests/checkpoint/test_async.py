@@ -211,7 +211,8 @@ def test_short_memory_makes_it_a_save_at_once_with_a_warning(
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:
-    everyone = [room.Asked("a", 40, 100), room.Asked("a", 40, 90), room.Asked("b", 40, 100), room.Asked("c", 9, None)]
+    given: list[Any] = [("a", 40, 100), ("a", 40, 90), ("b", 40, 100), ("c", 9, None)]
+    everyone = [room.MemoryRequest(*each) for each in given]
     assert room.short_of(everyone, 0.8) == {"a": (80, 90)}
     assert room.short_of(everyone, 0.9) == {}
     free = room.free_host_nbytes()

@@ -35,7 +35,7 @@ COMPLETE = "complete"  # every parameter that trains has state or an entry witho
 
 
 @dataclass
-class Told:
+class WrittenTensor:
     """A tensor this rank writes boxes of."""
 
     shape: tuple[int, ...]
@@ -48,20 +48,20 @@ class Contents:
 
     def __init__(self) -> None:
         self.sources: list[Source] = []
-        self.told: dict[tuple[str, str], Told] = {}
+        self.written: dict[tuple[str, str], WrittenTensor] = {}
         self.values: dict[str, Any] = {}
 
     def add_range(
         self, what: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype, start: int, read: _Once
     ) -> None:
         """Elements of a flattened tensor from `start` on, as many as `read()` gives."""
-        told = self.told.setdefault(what, Told(shape, plain.dtype_name(dtype)))
-        stored = Stored(*what, shape, told.dtype, [])
+        tensor = self.written.setdefault(what, WrittenTensor(shape, plain.dtype_name(dtype)))
+        stored = Stored(*what, shape, tensor.dtype, [])
         at = 0
         for box in boxes_of_range(shape, start, start + read.numel):
             end = at + box.numel
             self.sources.append(Source(stored.key(box), dtype, box.length, functools.partial(read, at, end)))
-            told.boxes.append(box)
+            tensor.boxes.append(box)
             at = end
 
     def add_whole(self, what: tuple[str, str], value: Tensor) -> None:
@@ -72,7 +72,7 @@ class Contents:
         """JSON for a value; its large tensors are written under this role."""
 
         def store(where: str, tensor: Tensor) -> str:
-            while (role, where) in self.told:  # {"a/b": ...} beside {"a": {"b": ...}}
+            while (role, where) in self.written:  # {"a/b": ...} beside {"a": {"b": ...}}
                 where += "'"
             self.add_whole((role, where), tensor)
             return where
@@ -82,7 +82,7 @@ class Contents:
     def described(self) -> dict[str, Any]:
         tensors = [
             [role, name, list(t.shape), t.dtype, [[list(b.begin), list(b.length)] for b in t.boxes]]
-            for (role, name), t in self.told.items()
+            for (role, name), t in self.written.items()
         ]
         return {"tensors": tensors, "values": self.values}
 
@@ -166,11 +166,11 @@ def add_optimizer(
     by_name = {slot.name: slot for slot in slots}
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
-    told: set[str] = set()
+    with_state: set[str] = set()
     for piece in stepper.pieces():
         slot = by_name[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
-        told.add(name)
+        with_state.add(name)
         keys[role] = list(piece.key)
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece)
@@ -181,7 +181,7 @@ def add_optimizer(
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
             scalars.setdefault(name, []).append([list(piece.key), value])
     for param in (param for group in stepper.optimizer.param_groups for param in group["params"]):
-        if stepper.segments.of(param) is not None and names[id(param)] not in told:
+        if stepper.segments.of(param) is not None and names[id(param)] not in with_state:
             scalars[names[id(param)]] = []  # it has had no gradient yet: see COMPLETE
     contents.values.setdefault("optimizers", []).append(
         {

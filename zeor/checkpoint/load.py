@@ -43,7 +43,7 @@ from zeor.checkpoint.resume import position_of, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.run import TrainingRun
 from zeor.checkpoint.staging import Staging
-from zeor.checkpoint.state_checks import States, Told, check_count, is_counter
+from zeor.checkpoint.state_checks import States, UnreadTensor, check_count, is_counter
 from zeor.checkpoint.weights.matching import kind_of
 from zeor.comm.together import together
 from zeor.layout import Segment
@@ -278,16 +278,16 @@ class Load:
         pieces, slot = self._pieces[number], stepper.segments.slots[id(param)]
         name, mine, where = self.run.names[id(slot.param)], stepper.segments.of(param), stepper.segments.at(param)
         stored = self._state_tensors(number, saved["keys"], name)
-        told: dict[Key, Any] = {key: Told(each.shape, plain.DTYPES[each.dtype]) for key, each in stored.items()}
+        state: dict[Key, Any] = {key: UnreadTensor(t.shape, plain.DTYPES[t.dtype]) for key, t in stored.items()}
         paths = Paths(str(self.path))
         for key in stored:
             paths.take(list(key))
         for key, value in saved["scalars"].get(name, ()):
-            told[paths.take(key)] = check_scalar(str(self.path), plain.decode(value, no_stored(str(self.path))))
-        if not told:
+            state[paths.take(key)] = check_scalar(str(self.path), plain.decode(value, no_stored(str(self.path))))
+        if not state:
             self._check_begins_anew(name, saved)
-        for path, value in check(name, slot.shape, mine, told).items():
-            if not isinstance(value, Told):
+        for path, value in check(name, slot.shape, mine, state).items():
+            if not isinstance(value, UnreadTensor):
                 pieces.append(Piece(slot.name, path, None, value))
                 continue
             each, begin = need(stored[path], 0, torch.Size(value.shape).numel()), None
@@ -311,9 +311,7 @@ class Load:
 
     def _check_begins_anew(self, name: str, saved: dict[str, Any]) -> None:
         """There is no state of a parameter: then it had none when it was saved, or was not trained."""
-        params = self.manifest.state.get("params")
-        about = params.get(name) if isinstance(params, dict) else None
-        trained = isinstance(about, dict) and about.get("trains") is True
+        trained = self.manifest.params.get(name, {}).get("trains") is True
         was_there = any(name in group["params"] for group in saved["groups"])
         if saved.get(parts.COMPLETE) is True and trained and was_there and name not in saved["scalars"]:
             raise CheckpointError(f"{self.path} lacks the optimizer's state of {name!r}.")

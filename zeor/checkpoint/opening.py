@@ -66,14 +66,14 @@ def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
     if not problem:
         here = folder / name if name else folder
         seen = _look(here) if is_url else _look(Path(place), here)
-        told = exchange(mesh, [seen.problem, seen.absent, seen.digest], "exchange about a checkpoint's manifest")
-        texts, hashes = [text for text, _, _ in told], {each for _, _, each in told}
+        looks = exchange(mesh, [seen.problem, seen.absent, seen.digest], "exchange about a checkpoint's manifest")
+        texts, hashes = [text for text, _, _ in looks], {each for _, _, each in looks}
         if not any(texts) and len(hashes) == 1:
             assert seen.manifest is not None
             return Opened(seen.path, seen.manifest, {})
         # Damaged, or something is missing on a disk that all ranks share.
         shared = len(hashes) == 1 and seen.manifest is not None and "hosts" not in seen.manifest.state
-        damaged = ["" if absent else text for text, absent, _ in told]
+        damaged = ["" if absent else text for text, absent, _ in looks]
         raise_first(damaged, CheckpointError)
         if is_url or (shared and len(set(texts)) == 1):
             raise_first(texts, CheckpointError)

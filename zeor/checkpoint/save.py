@@ -24,7 +24,7 @@ from zeor.checkpoint.files import per_host
 from zeor.checkpoint.files.branches import Complete, Lineage
 from zeor.checkpoint.files.disk import DISK, Disk
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, Branch, FileInfo, Manifest, Piece, Stored, parse
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, Branch, FileInfo, Manifest, Stored, StoredPiece, parse
 from zeor.checkpoint.files.store import clean, complete, disk_of
 from zeor.checkpoint.files.urls import Place, shown
 from zeor.checkpoint.files.writer import Source, write_file
@@ -81,7 +81,7 @@ def agree(
             error = failure
     words = "" if error is None else str(error) or type(error).__name__
     step = request.to.step if error is None else None
-    mine = [words, request.busy, list(room.asked(copy_nbytes(found.sources))), step]
+    mine = [words, request.busy, list(room.request(copy_nbytes(found.sources))), step]
     answers = exchange(run.mesh, mine, "agreement to save a checkpoint")
     if error is not None:
         raise error
@@ -190,8 +190,8 @@ def _write(
         problem = per_host.words(error, site.writing / name)
     # 3.
     branch = vars(next_branch())
-    told = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
-    everyone = exchange(mesh, told, "exchange about the files of a checkpoint")
+    mine = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
+    everyone = exchange(mesh, mine, "exchange about the files of a checkpoint")
     problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
     # 4. and 5.
     branch = {**everyone[0]["branch"], "order": max(rank["branch"]["order"] for rank in everyone)}
@@ -240,17 +240,17 @@ def _manifest(site: per_host.Site, everyone: list[dict[str, Any]], branch: Branc
     assert site.attempt is not None
     files: list[FileInfo] = []
     index: dict[int, int] = {}
-    for rank, told in enumerate(everyone):
-        if told["file"]:
+    for rank, each in enumerate(everyone):
+        if each["file"]:
             index[rank] = len(files)
-            files.append(FileInfo(**told["file"]))
+            files.append(FileInfo(**each["file"]))
     stored: dict[tuple[str, str], Stored] = {}
-    for rank, told in enumerate(everyone):
-        for role, name, shape, dtype, boxes in told["tensors"]:
+    for rank, each in enumerate(everyone):
+        for role, name, shape, dtype, boxes in each["tensors"]:
             tensor = stored.setdefault((role, name), Stored(role, name, tuple(shape), dtype, []))
             assert (tensor.shape, tensor.dtype) == (tuple(shape), dtype), (role, name)
-            tensor.pieces.extend(Piece(index[rank], Box(tuple(begin), tuple(length))) for begin, length in boxes)
-    state = _state([told["values"] for told in everyone])
+            tensor.pieces.extend(StoredPiece(index[rank], Box(tuple(begin), tuple(length))) for begin, length in boxes)
+    state = _state([each["values"] for each in everyone])
     if site.apart:
         state["hosts"] = site.leads
     return Manifest(site.attempt.step, len(everyone), files, list(stored.values()), state, branch=branch)

@@ -31,7 +31,7 @@ _FILLING = 0.01  # for state in a trial: positive, as second moments are
 _LEFT_OVER = frozenset({"momentum_buffer", "max_exp_avg_sq", "grad_avg"})
 
 
-class Told(NamedTuple):
+class UnreadTensor(NamedTuple):
     """A tensor of a checkpoint that is not read yet."""
 
     shape: tuple[int, ...]
@@ -47,17 +47,17 @@ class States:
         self._tried: dict[Any, str] = {}
 
     def check(
-        self, group: int, name: str, shape: tuple[int, ...], mine: nn.Parameter, told: Mapping[Key, Any]
+        self, group: int, name: str, shape: tuple[int, ...], mine: nn.Parameter, saved: Mapping[Key, Any]
     ) -> dict[Key, Any]:
         """What to make of the state of a parameter of this shape, of which this rank updates `mine`: by place the
-        value, or the Told with the dtype it is to have. CheckpointError where it does not fit."""
+        value, or the UnreadTensor with the dtype it is to have. CheckpointError where it does not fit."""
         expected = self._expected(group, mine)
-        if expected is None or not told:
-            return dict(told)
-        self._check_places(name, shape, told, expected)
-        known = {key: value for key, value in told.items() if key in expected.seen}
+        if expected is None or not saved:
+            return dict(saved)
+        self._check_places(name, shape, saved, expected)
+        known = {key: value for key, value in saved.items() if key in expected.seen}
         found = {key: self._fitted(name, key, value, shape, expected) for key, value in known.items()}
-        found = {key: found.get(key, value) for key, value in told.items()}
+        found = {key: found.get(key, value) for key, value in saved.items()}
         self._try(group, name, shape, mine, found, expected)
         return found
 
@@ -81,16 +81,16 @@ class States:
             self._known[key] = found  # type: ignore[assignment]
         return self._known[key]
 
-    def _check_places(self, name: str, shape: tuple[int, ...], told: Mapping[Key, Any], expected: Expected) -> None:
+    def _check_places(self, name: str, shape: tuple[int, ...], saved: Mapping[Key, Any], expected: Expected) -> None:
         class_name = type(self._optimizer).__name__
-        lacking = sorted(_words(key) for key in expected.always - told.keys())
+        lacking = sorted(_words(key) for key in expected.always - saved.keys())
         if lacking:
             raise CheckpointError(
                 f"{self._where} lacks {', '.join(lacking)} of the optimizer's state of {name!r}, which {class_name} "
                 "keeps with these settings."
             )
-        left = [key for key, value in told.items() if key[0] in _LEFT_OVER and _is_moment(value, shape)]
-        unknown = sorted(_words(key) for key in told.keys() - expected.seen.keys() - set(left))
+        left = [key for key, value in saved.items() if key[0] in _LEFT_OVER and _is_moment(value, shape)]
+        unknown = sorted(_words(key) for key in saved.keys() - expected.seen.keys() - set(left))
         if unknown and is_stock(self._optimizer):
             raise CheckpointError(
                 f"{self._where} holds {', '.join(unknown)[:200]} in the optimizer's state of {name!r}, which "
@@ -126,19 +126,19 @@ class States:
         expected: Expected,
     ) -> None:
         """A step of a copy, over a toy: with the saved numbers, and something in the place of what is not read yet."""
-        told = {key: value for key, value in found.items() if isinstance(value, Told)}
+        unread = {key: value for key, value in found.items() if isinstance(value, UnreadTensor)}
         toy = expected.shape
-        if any(each.shape != shape for each in told.values()) and not expected.is_exact:
+        if any(each.shape != shape for each in unread.values()) and not expected.is_exact:
             return  # of a shape of its own: what would be in it is not known
-        shapes = {key: toy if each.shape == shape else each.shape for key, each in told.items()}
+        shapes = {key: toy if each.shape == shape else each.shape for key, each in unread.items()}
         if is_stock(self._optimizer) and any(each != toy for each in shapes.values()):
             return
-        numbers = [(key, repr(value)) for key, value in found.items() if key not in told]
-        signature = (group, toy, mine.dtype, repr(shapes), repr(numbers), *(each.dtype for each in told.values()))
+        numbers = [(key, repr(value)) for key, value in found.items() if key not in unread]
+        signature = (group, toy, mine.dtype, repr(shapes), repr(numbers), *(each.dtype for each in unread.values()))
         if signature not in self._tried:
             state: list[tuple[Key, Any]] = []
             for key, value in found.items():
-                if isinstance(value, Told):
+                if isinstance(value, UnreadTensor):
                     value = torch.full(shapes[key], _FILLING, device=self._device).to(value.dtype)
                 elif isinstance(value, Tensor) and isinstance(like := expected.seen.get(key, [None])[0], Tensor):
                     value = value.to(like.device)  # where fused optimizers count
@@ -157,15 +157,15 @@ def check_count(where: str, name: str, count: float) -> None:
         raise CheckpointError(f"{where} says that {name!r} was updated {count} times; a count of steps is 0 or more.")
 
 
-def is_counter(key: Key, told: Told) -> bool:
+def is_counter(key: Key, tensor: UnreadTensor) -> bool:
     """One number of a parameter, and not its element, though it may have but one."""
-    return told.shape == () and key[-1] in COUNTERS
+    return tensor.shape == () and key[-1] in COUNTERS
 
 
 def _as(key: Key, value: Any, like: Any, shape: tuple[int, ...], expected: Expected) -> Any:
     """A value as one that was seen is kept, if it can be that; else None."""
-    if isinstance(value, Told):
-        return _told_as(key, value, like, shape, expected)
+    if isinstance(value, UnreadTensor):
+        return _tensor_as(key, value, like, shape, expected)
     if isinstance(like, Tensor):
         if like.dim() > 0 or _number(value) is None or not (isinstance(value, Tensor) or key[-1] in COUNTERS):
             return None
@@ -177,11 +177,13 @@ def _as(key: Key, value: Any, like: Any, shape: tuple[int, ...], expected: Expec
     return value if type(value) is type(like) else None
 
 
-def _told_as(key: Key, value: Told, like: Any, shape: tuple[int, ...], expected: Expected) -> Told | None:
+def _tensor_as(
+    key: Key, value: UnreadTensor, like: Any, shape: tuple[int, ...], expected: Expected
+) -> UnreadTensor | None:
     if not isinstance(like, Tensor):
         return None
     if like.dim() == 0 and key[-1] in COUNTERS:  # checkpoints of others hold it as a tensor
-        return Told((), like.dtype) if value.shape == () and not value.dtype.is_complex else None
+        return UnreadTensor((), like.dtype) if value.shape == () and not value.dtype.is_complex else None
     if tuple(like.shape) == expected.shape:
         fits = value.shape == shape
     elif expected.is_exact:
@@ -190,11 +192,11 @@ def _told_as(key: Key, value: Told, like: Any, shape: tuple[int, ...], expected:
         fits = len(value.shape) == like.dim()
     if not fits or (value.dtype != like.dtype and not (value.dtype.is_floating_point and like.is_floating_point())):
         return None
-    return Told(value.shape, like.dtype)
+    return UnreadTensor(value.shape, like.dtype)
 
 
 def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Told) and value.shape == shape and value.dtype.is_floating_point
+    return isinstance(value, UnreadTensor) and value.shape == shape and value.dtype.is_floating_point
 
 
 def _number(value: Any) -> Any:
@@ -222,7 +224,7 @@ def _words(key: Key) -> str:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, (Told, Tensor)):
+    if isinstance(value, (UnreadTensor, Tensor)):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a tensor of shape {tuple(value.shape)}, {kind}" if tuple(value.shape) else f"one number, {kind}"
     if value is None:

@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from zeor.checkpoint.files.blocks import BlockReader
 from zeor.checkpoint.files.commit import read_manifest
@@ -102,15 +101,13 @@ def bytes_by_role(manifest: Manifest) -> dict[str, int]:
 
 def parameter_counts(manifest: Manifest) -> tuple[int, int, int]:
     """(parameters as tensors, their elements, those of them that train)."""
-    told: Any = manifest.state.get("params")
-    told = told if isinstance(told, dict) else {}
+    params = manifest.params
     tensors = numel = trains = 0
     for tensor in manifest.tensors:
         if tensor.role == PARAM:
             count = math.prod(tensor.shape)
             tensors, numel = tensors + 1, numel + count
-            entry = told.get(tensor.name)
-            trains += count if isinstance(entry, dict) and entry.get("trains") is True else 0
+            trains += count if params.get(tensor.name, {}).get("trains") is True else 0
     return tensors, numel, trains
 
 

@@ -19,7 +19,7 @@ from zeor.checkpoint.files import commit
 from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.commit import Attempt
 from zeor.checkpoint.files.disk import DISK, Disk
-from zeor.checkpoint.files.manifest import FileInfo, Manifest, Piece, Stored
+from zeor.checkpoint.files.manifest import FileInfo, Manifest, Stored, StoredPiece
 from zeor.checkpoint.files.writer import Source, write_file
 from zeor.checkpoint.verify import describe, verify
 from zeor.layout.boxes import whole
@@ -59,7 +59,7 @@ class Steps:
 
 
 def manifest_of(step: int, info: FileInfo, branch: Any = None) -> bytes:
-    stored = Stored("param", "weight", (100,), "float32", [Piece(0, whole((100,)))])
+    stored = Stored("param", "weight", (100,), "float32", [StoredPiece(0, whole((100,)))])
     return Manifest(step, 1, [info], [stored], branch=branch).to_bytes()
 
 

@@ -18,8 +18,8 @@ from zeor.checkpoint.files.manifest import (
     Branch,
     FileInfo,
     Manifest,
-    Piece,
     Stored,
+    StoredPiece,
     branch_in,
     digest,
     parse,
@@ -32,9 +32,9 @@ HASH = digest(b"")
 def example() -> Manifest:
     files = [FileInfo("rank-00000.safetensors", 5000, [HASH, HASH]), FileInfo("rank-00001.safetensors", 100, [HASH])]
     weight = Stored(
-        "param", "weight", (4, 5), "float32", [Piece(0, Box((0, 0), (3, 5))), Piece(1, Box((3, 0), (1, 5)))]
+        "param", "weight", (4, 5), "float32", [StoredPiece(0, Box((0, 0), (3, 5))), StoredPiece(1, Box((3, 0), (1, 5)))]
     )
-    scalar = Stored("buffer", "count", (), "int64", [Piece(0, Box((), ()))])
+    scalar = Stored("buffer", "count", (), "int64", [StoredPiece(0, Box((), ()))])
     empty = Stored("extra", "none", (0, 3), "bfloat16", [])
     branch = Branch("0123456789abcdef" * 2, 5, "f" * 32, "step-000000000003")
     return Manifest(7, 2, files, [weight, scalar, empty], {"extra": {"a": [1, 2.5, None, "\u00e9"]}}, 4096, branch)
@@ -59,10 +59,10 @@ def test_any_cut_of_a_tensor_into_ranges_is_read(shape: list[int], data: st.Data
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
     boxes = [box for a, b in itertools.pairwise(cuts) for box in boxes_of_range(shape, a, b)]
     file = FileInfo("rank-00000.safetensors", 100 + 8 * numel, [HASH])
-    stored = Stored("param", "w", tuple(shape), "float64", [Piece(0, box) for box in boxes])
+    stored = Stored("param", "w", tuple(shape), "float64", [StoredPiece(0, box) for box in boxes])
     assert parse(Manifest(0, 1, [file], [stored]).to_bytes(), "it").tensors == [stored]
     if len(boxes) > 1:
-        gap = Stored("param", "w", tuple(shape), "float64", [Piece(0, box) for box in boxes[1:]])
+        gap = Stored("param", "w", tuple(shape), "float64", [StoredPiece(0, box) for box in boxes[1:]])
         with pytest.raises(CheckpointError, match="leave a gap"):
             parse(Manifest(0, 1, [file], [gap]).to_bytes(), "it")
 

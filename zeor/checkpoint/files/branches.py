@@ -121,5 +121,5 @@ class Lineage:
 
 
 def _is_plain(name: str) -> bool:
-    kept = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
-    return kept and len(name) <= _MOST_NAME and name[0] not in "-."
+    plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    return plain and len(name) <= _MOST_NAME and name[0] not in "-."

@@ -28,7 +28,7 @@ from pathlib import Path
 from zeor.checkpoint.files import hidden
 from zeor.checkpoint.files import manifest as manifests
 from zeor.checkpoint.files.branches import Complete, ordered, surplus, with_head
-from zeor.checkpoint.files.disk import Disk, Entry
+from zeor.checkpoint.files.disk import Disk, FolderEntry
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.hidden import Hidden
 from zeor.checkpoint.files.names import name_of, numbers_of
@@ -141,7 +141,7 @@ class Attempt:
         assert listed.step == self.step and self._hidden.fd is not None
         self._here = {file.name: file.nbytes for file in listed.files if here is None or file.name in here}
         self._here[manifests.NAME] = len(manifest)
-        fd = disk.create(Entry(self._hidden.fd, manifests.NAME))
+        fd = disk.create(FolderEntry(self._hidden.fd, manifests.NAME))
         try:
             disk.write(fd, [manifest], 0)
             disk.sync(fd)

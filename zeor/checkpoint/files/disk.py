@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 _MOST_PARTS = 256  # below every system's IOV_MAX
 
 
-class Entry(NamedTuple):
+class FolderEntry(NamedTuple):
     """A name in a folder that is held open. Whoever moves the folder, or puts a link in its place, changes nothing."""
 
     folder: int  # its descriptor
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 def _split(path: Any) -> tuple[Any, int | None]:
     """A name, and the descriptor of the folder it is in."""
-    return (path.name, path.folder) if isinstance(path, Entry) else (path, None)
+    return (path.name, path.folder) if isinstance(path, FolderEntry) else (path, None)
 
 
 class Disk:
@@ -90,17 +90,17 @@ class Disk:
         finally:
             os.close(fd)
 
-    def rename(self, source: Path | Entry, target: Path | Entry) -> None:
+    def rename(self, source: Path | FolderEntry, target: Path | FolderEntry) -> None:
         """Of what has the name: a link itself, never what it points to."""
         (old, old_folder), (new, new_folder) = _split(source), _split(target)
         os.rename(old, new, src_dir_fd=old_folder, dst_dir_fd=new_folder)
 
-    def unlink(self, path: Path | Entry) -> None:
+    def unlink(self, path: Path | FolderEntry) -> None:
         """A file, or a link and never what it points to."""
         name, folder = _split(path)
         os.unlink(name, dir_fd=folder)
 
-    def remove_folder(self, path: Path | Entry) -> None:
+    def remove_folder(self, path: Path | FolderEntry) -> None:
         """An empty one; a link is an error."""
         name, folder = _split(path)
         os.rmdir(name, dir_fd=folder)

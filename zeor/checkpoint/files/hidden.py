@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from ctypes import CDLL, byref, c_size_t, create_string_buffer
 from pathlib import Path
 
-from zeor.checkpoint.files.disk import Disk, Entry
+from zeor.checkpoint.files.disk import Disk, FolderEntry
 from zeor.checkpoint.files.manifest import NAME
 from zeor.checkpoint.files.names import HIDDEN, is_own_file
 
@@ -143,7 +143,7 @@ def clean(disk: Disk, folder: int) -> None:
             if match and match[5]:
                 of = name.removesuffix(_LOCK)
                 if of not in names and _is_left_over(folder, of):
-                    disk.unlink(Entry(folder, name))
+                    disk.unlink(FolderEntry(folder, name))
             elif match and match[1] == "removing":
                 remove(disk, folder, name)
             elif match and _is_left_over(folder, name):
@@ -153,10 +153,10 @@ def clean(disk: Disk, folder: int) -> None:
 def _remove_left_over(disk: Disk, folder: int, name: str) -> None:
     """From the rename on its maker, should it live, can neither add to it nor show it."""
     removing = _REMOVING + name.removeprefix(_WRITING)
-    disk.rename(Entry(folder, name), Entry(folder, removing))
+    disk.rename(FolderEntry(folder, name), FolderEntry(folder, removing))
     remove(disk, folder, removing)
     with contextlib.suppress(FileNotFoundError):
-        disk.unlink(Entry(folder, name + _LOCK))
+        disk.unlink(FolderEntry(folder, name + _LOCK))
 
 
 def _is_left_over(folder: int, name: str) -> bool:
@@ -243,7 +243,7 @@ def is_link(folder: int, name: str) -> bool:
 def prune(disk: Disk, folder: int, name: str) -> None:
     """Delete a checkpoint: hidden first, so that it is there whole or not at all. Of a link, the link."""
     if is_link(folder, name):
-        disk.unlink(Entry(folder, name))
+        disk.unlink(FolderEntry(folder, name))
         return
     with opened(name, folder) as fd:
         foreign = [each for each in disk.names(fd) if not is_own_file(each)]
@@ -251,30 +251,30 @@ def prune(disk: Disk, folder: int, name: str) -> None:
             empty(disk, fd)
             raise OSError(errno.ENOTEMPTY, f"{name} holds {foreign[0]!r}, which zeor did not write; that stays")
         hidden = removing_name(name)
-        disk.rename(Entry(folder, name), Entry(folder, hidden))
+        disk.rename(FolderEntry(folder, name), FolderEntry(folder, hidden))
         if identity_of(folder, hidden) != _identity(os.fstat(fd)):  # another one has come by this name meanwhile
             _put_back(disk, folder, hidden, name)
             return
         empty(disk, fd)
-        disk.remove_folder(Entry(folder, hidden))
+        disk.remove_folder(FolderEntry(folder, hidden))
 
 
 def _put_back(disk: Disk, folder: int, hidden: str, name: str) -> None:
     """A folder to its name; a link that somebody put in its place goes."""
     if is_link(folder, hidden):
-        disk.unlink(Entry(folder, hidden))
+        disk.unlink(FolderEntry(folder, hidden))
     else:
-        disk.rename(Entry(folder, hidden), Entry(folder, name))
+        disk.rename(FolderEntry(folder, hidden), FolderEntry(folder, name))
 
 
 def remove(disk: Disk, folder: int, name: str, own: Callable[[str], bool] = is_own_file) -> None:
     """A folder in one that is held open, with its own files; OSError where it holds others. Of a link, the link."""
     if is_link(folder, name):
-        disk.unlink(Entry(folder, name))
+        disk.unlink(FolderEntry(folder, name))
         return
     with opened(name, folder) as fd:
         empty(disk, fd, own)
-    disk.remove_folder(Entry(folder, name))
+    disk.remove_folder(FolderEntry(folder, name))
 
 
 def remove_path(disk: Disk, path: Path, own: Callable[[str], bool] = is_own_file) -> None:
@@ -288,4 +288,4 @@ def empty(disk: Disk, fd: int, own: Callable[[str], bool] = is_own_file) -> None
     for name in sorted(disk.names(fd), key=lambda name: name != NAME):
         if own(name):
             with contextlib.suppress(FileNotFoundError):  # somebody else is at it too
-                disk.unlink(Entry(fd, name))
+                disk.unlink(FolderEntry(fd, name))

@@ -10,6 +10,7 @@ shape. `parse` believes nothing: whatever it returns is consistent in itself. Se
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -58,7 +59,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor, in a file under the key that `Stored.key` gives."""
 
     file: int
@@ -73,7 +74,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: list[Piece]
+    pieces: list[StoredPiece]
 
     def key(self, box: Box) -> str:
         """The name of a piece inside its safetensors file."""
@@ -103,6 +104,12 @@ class Manifest:
     state: dict[str, Any] = field(default_factory=dict)  # plain JSON: optimizers, data, extra, ...
     block_nbytes: int = BLOCK_NBYTES
     branch: Branch | None = None  # None: written before there were any
+
+    @functools.cached_property
+    def params(self) -> dict[str, dict[str, Any]]:
+        """What `state` says of each parameter (dtype, whether it trains), where that is well-formed."""
+        params = self.state.get("params")
+        return {k: v for k, v in params.items() if isinstance(v, dict)} if isinstance(params, dict) else {}
 
     def by_key(self) -> dict[tuple[str, str], Stored]:
         return {(tensor.role, tensor.name): tensor for tensor in self.tensors}
@@ -253,7 +260,7 @@ class _Parser:
             if self.count(file, f"a file of {name!r}") >= file_count:
                 raise self.wrong(f"a piece of {name!r} lies in no listed file")
             box = Box(*(tuple(self.count(n, f"a piece of {name!r}") for n in part) for part in (begin, length)))
-            pieces.append(Piece(file, box))
+            pieces.append(StoredPiece(file, box))
         if not tile(shape, [piece.box for piece in pieces]):
             raise self.wrong(f"the pieces of {role} {name!r} overlap, leave a gap, or lie outside its shape {shape}")
         return Stored(role, name, shape, entry["dtype"], pieces)

@@ -56,13 +56,13 @@ def begin(mesh: Mesh, disk: Disk, folder: Place, step: int) -> Site:
     attempt, problem = _begun(disk, folder, step) if mesh.rank == 0 else (None, "")
     try:
         mine = [problem, attempt.writing.name if attempt else "", str(folder)]
-        told = exchange(mesh, mine, "making of a checkpoint's folder")
-        if told[0][0]:
-            raise CheckpointError(told[0][0])
-        name, shared = told[0][1], [0] * mesh.world
+        answers = exchange(mesh, mine, "making of a checkpoint's folder")
+        if answers[0][0]:
+            raise CheckpointError(answers[0][0])
+        name, shared = answers[0][1], [0] * mesh.world
         if isinstance(folder, Url):  # of every rank the same, which a text without credentials does not tell
             return Site(folder, folder / name, attempt, shared)
-        first = Path(told[0][2]) / name
+        first = Path(answers[0][2]) / name
         found = [place for place in (first, folder / first.name) if mesh.rank == 0 or os.path.isdir(place)]
         if all(exchange(mesh, bool(found), "look for a checkpoint's folder")):
             return Site(found[0].parent, found[0], attempt, shared)
@@ -91,11 +91,11 @@ def _begin_apart(mesh: Mesh, disk: Disk, site: Site, sees: bool, step: int) -> S
     name = attempt.writing.name if attempt is not None and not sees else ""
     number = attempt.number if isinstance(attempt, Attempt) else 0
     try:
-        told = exchange(mesh, [problem, name, number, sees], "making of the hosts' folders of a checkpoint")
+        made = exchange(mesh, [problem, name, number, sees], "making of the hosts' folders of a checkpoint")
         if mesh.rank == 0:
-            blind = [rank for rank, each in enumerate(told) if not each[3]]
+            blind = [rank for rank, each in enumerate(made) if not each[3]]
             problem = _changed(site.folder, blind, mesh.world)
-        seen = [rank for rank, each in enumerate(told) if each[1] and os.path.isdir(site.folder / each[1])]
+        seen = [rank for rank, each in enumerate(made) if each[1] and os.path.isdir(site.folder / each[1])]
         answers = exchange(mesh, [problem, 0 if sees else min(seen, default=mesh.rank)], "finding of hosts")
         if any(text for text, _ in answers):
             raise CheckpointError(next(text for text, _ in answers if text))
@@ -108,9 +108,9 @@ def _begin_apart(mesh: Mesh, disk: Disk, site: Site, sees: bool, step: int) -> S
         attempt.abandon()
         attempt = None
     if isinstance(attempt, Attempt):
-        attempt.number = max(each[2] for each in told)  # a name that is free on every host
+        attempt.number = max(each[2] for each in made)  # a name that is free on every host
         attempt.may_move = False  # and the same one on all
-    writing = site.writing if sees else site.folder / told[leads[mesh.rank]][1]
+    writing = site.writing if sees else site.folder / made[leads[mesh.rank]][1]
     return Site(writing.parent if isinstance(writing, Path) else site.folder, writing, attempt, leads)
 
 

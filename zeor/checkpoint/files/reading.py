@@ -18,10 +18,10 @@ from torch import Tensor
 
 from zeor.checkpoint.files.blocks import BlockReader
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import MOST_MANIFEST_NBYTES, FileInfo, Manifest, Piece, Stored
+from zeor.checkpoint.files.manifest import MOST_MANIFEST_NBYTES, FileInfo, Manifest, Stored, StoredPiece
 from zeor.checkpoint.files.pages import PAGE_NBYTES, empty_at
 from zeor.checkpoint.files.plain import DTYPES
-from zeor.checkpoint.files.tensorfile import Entry, parse_header
+from zeor.checkpoint.files.tensorfile import TensorEntry, parse_header
 from zeor.checkpoint.files.urls import Place
 from zeor.layout.boxes import Box, boxes_of_range, intersection, start_of
 
@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
     """A box of a piece, and the part of a need it goes to: inside `target`, which begins at element `at`."""
 
     need: Need
-    piece: Piece
+    piece: StoredPiece
     box: Box
     target: Box
     at: int
@@ -203,7 +203,7 @@ def _cover(each: Need) -> Iterator[Wanted]:
         at += target.numel
 
 
-def _verified_header(path: Place, info: FileInfo, block_nbytes: int, alone: bool = False) -> dict[str, Entry]:
+def _verified_header(path: Place, info: FileInfo, block_nbytes: int, alone: bool = False) -> dict[str, TensorEntry]:
     with BlockReader(path, info, block_nbytes, alone) as reader:
         text = reader.bytes(0, min(block_nbytes, info.nbytes))
         length = int.from_bytes(text[:8], "little")
@@ -217,7 +217,7 @@ def _verified_header(path: Place, info: FileInfo, block_nbytes: int, alone: bool
         raise CheckpointError(str(error)) from error
 
 
-def _entry_of(path: Place, entries: dict[str, Entry], stored: Stored, piece: Piece) -> Entry:
+def _entry_of(path: Place, entries: dict[str, TensorEntry], stored: Stored, piece: StoredPiece) -> TensorEntry:
     entry = entries.get(stored.key(piece.box))
     if entry is None or entry.dtype != DTYPES[stored.dtype] or entry.shape != piece.box.length:
         raise CheckpointError(f"{path} lacks the piece of {stored.role} {stored.name!r} that the manifest lists.")
@@ -235,7 +235,7 @@ def check_header(folder: Place, manifest: Manifest, number: int) -> None:
                 _entry_of(path, entries, stored, piece)
 
 
-def _place(path: Place, entries: dict[str, Entry], wanted: Wanted) -> _Read:
+def _place(path: Place, entries: dict[str, TensorEntry], wanted: Wanted) -> _Read:
     """Where a box of a piece lies in its file: from its first byte to its last."""
     piece, box = wanted.piece, wanted.box
     entry = _entry_of(path, entries, wanted.need.stored, piece)

@@ -31,7 +31,7 @@ _PIECE_NBYTES = 16 << 20  # staging of one read: long enough for a disk, short b
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file."""
 
     path: Path
@@ -44,7 +44,7 @@ class Entry:
         return math.prod(self.shape)
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of a file by name. ValueError, naming the file, unless header and data fit exactly."""
     try:
         with open(path, "rb") as file:
@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return parse_header(path, text, file_nbytes)
 
 
-def parse_header(path: Any, text: bytes, file_nbytes: int) -> dict[str, Entry]:
+def parse_header(path: Any, text: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
     """The same for the JSON text of a header."""
     try:
         header = json.loads(text.decode())
@@ -74,7 +74,7 @@ def parse_header(path: Any, text: bytes, file_nbytes: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, value: Any, data_begin: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, data_begin: int) -> TensorEntry:
     try:
         kind, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         whole = isinstance(kind, str) and isinstance(shape, list)
@@ -85,7 +85,7 @@ def _entry(path: Path, name: str, value: Any, data_begin: int) -> Entry:
         raise ValueError(f"{path} has a malformed header: the entry of {name!r} lacks a dtype, shape or offsets.")
     if kind not in DTYPES:
         raise ValueError(f"{path} holds {name!r} as {kind!r}, a dtype zeor cannot read.")
-    entry = Entry(path, DTYPES[kind], tuple(shape), data_begin + begin)
+    entry = TensorEntry(path, DTYPES[kind], tuple(shape), data_begin + begin)
     if end - begin != entry.numel * entry.dtype.itemsize:
         raise ValueError(
             f"{path} has a malformed header: {name!r} of shape {entry.shape} in {kind} cannot take {end - begin} bytes."
@@ -93,7 +93,7 @@ def _entry(path: Path, name: str, value: Any, data_begin: int) -> Entry:
     return entry
 
 
-def _check_cover(path: Path, entries: dict[str, Entry], data_begin: int, file_nbytes: int) -> None:
+def _check_cover(path: Path, entries: dict[str, TensorEntry], data_begin: int, file_nbytes: int) -> None:
     """Tensors lie end to end and fill the file: nothing is cut off, nothing overlaps, nothing hides between."""
     position = data_begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].numel)):
@@ -122,7 +122,7 @@ class Reader:
     def __exit__(self, *_: Any) -> None:
         self._close()
 
-    def pieces(self, entry: Entry, start: int, numel: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, entry: TensorEntry, start: int, numel: int) -> Iterator[tuple[int, Tensor]]:
         """Elements [start, start + numel) of the flattened tensor, a piece at a time: (elements before it, piece).
         A piece is overwritten by the next."""
         itemsize = entry.dtype.itemsize
@@ -133,7 +133,7 @@ class Reader:
             self._fill(entry, entry.begin + (start + done) * itemsize, raw)
             yield done, raw.view(entry.dtype)
 
-    def whole(self, entry: Entry) -> Tensor:
+    def whole(self, entry: TensorEntry) -> Tensor:
         """A tensor of its own."""
         flat = torch.empty(entry.numel, dtype=entry.dtype)
         self._fill(entry, entry.begin, flat.view(torch.uint8))
@@ -144,7 +144,7 @@ class Reader:
             self._staging = torch.empty(nbytes, dtype=torch.uint8)
         return self._staging[:nbytes]
 
-    def _fill(self, entry: Entry, position: int, raw: Tensor) -> None:
+    def _fill(self, entry: TensorEntry, position: int, raw: Tensor) -> None:
         memory = memoryview(raw.numpy())  # type: ignore[arg-type]
         while len(memory):
             try:

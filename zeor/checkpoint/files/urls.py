@@ -67,14 +67,14 @@ def _secrets(text: str) -> list[str]:
 
 
 class Url:
-    def __init__(self, fs: Any, path: str, text: str, told: str | None = None, secrets: Sequence[str] | None = None):
+    def __init__(self, fs: Any, path: str, text: str, public: str | None = None, secrets: Sequence[str] | None = None):
         self.fs, self.path, self._text = fs, path.rstrip("/"), text.rstrip("/")
-        self._shown = shown(self._text) if told is None else told
+        self._shown = shown(self._text) if public is None else public
         self._secrets = _secrets(self._text) if secrets is None else secrets
 
     def __truediv__(self, name: str) -> Url:
-        path, text, told = (f"{each}/{name}" for each in (self.path, self._text, self._shown))
-        return Url(self.fs, path, text, told, self._secrets)
+        path, text, public = (f"{each}/{name}" for each in (self.path, self._text, self._shown))
+        return Url(self.fs, path, text, public, self._secrets)
 
     def __str__(self) -> str:
         """For people: without credentials."""

@@ -75,7 +75,7 @@ def write_file(
             disk.reserve(fd, nbytes)
             direct = disk.open_direct(path)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="zeor-save") as threads:
-            blocks = _Blocks(disk, _File(fd, direct), threads, progress)
+            blocks = _Blocks(disk, _OpenFile(fd, direct), threads, progress)
             blocks.feed(begin)
             staging = _Staging()
             for source in ordered:
@@ -90,7 +90,7 @@ def write_file(
 
 
 @dataclass
-class _File:
+class _OpenFile:
     fd: int
     direct: int  # the same file past the page cache, or -1
 
@@ -98,7 +98,7 @@ class _File:
 class _Blocks:
     """Cuts what it is fed into blocks; each is hashed and written by one thread."""
 
-    def __init__(self, disk: Disk, file: _File, threads: ThreadPoolExecutor, progress: Callable[[int], None]):
+    def __init__(self, disk: Disk, file: _OpenFile, threads: ThreadPoolExecutor, progress: Callable[[int], None]):
         self._disk, self._file, self._threads, self._progress = disk, file, threads, progress
         self._ring: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
         if file.direct >= 0:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeor.checkpoint.files.tensorfile import Entry, Reader
+from zeor.checkpoint.files.tensorfile import Reader, TensorEntry
 
 _PART_NBYTES = 64 << 20  # of a stack, converted at a time
 
@@ -34,7 +34,7 @@ class Converted:
     layer: str  # the name that the converter is asked for
     name: str  # the parameter's own: a converter may make several
     model: Any
-    sources: dict[str, list[Entry]] = field(default_factory=dict)
+    sources: dict[str, list[TensorEntry]] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
@@ -77,10 +77,10 @@ class Converted:
             and self.numel > 0
         )  # fmt: skip
 
-    def _converted(self, read: Callable[[Entry], Tensor], part: slice = slice(None)) -> Tensor:
+    def _converted(self, read: Callable[[TensorEntry], Tensor], part: slice = slice(None)) -> Tensor:
         return _one(self._made(read, part)[self.name])
 
-    def _made(self, read: Callable[[Entry], Tensor], part: slice) -> dict[str, Any]:
+    def _made(self, read: Callable[[TensorEntry], Tensor], part: slice) -> dict[str, Any]:
         converter = copy.deepcopy(self.converter)
         for pattern, entries in self.sources.items():
             for entry in entries[part]:
@@ -88,7 +88,7 @@ class Converted:
         return converter.convert(self.layer, model=self.model, config=self.model.config)
 
 
-Source = Entry | Converted
+Source = TensorEntry | Converted
 
 
 def pieces(reader: Reader, source: Source, start: int, numel: int) -> Iterator[tuple[int, Tensor]]:
@@ -105,7 +105,7 @@ def whole(reader: Reader, source: Source) -> Tensor:
 # ---- from files to a model
 
 
-def as_model_names(model: nn.Module, known: Iterable[str], entries: dict[str, Entry]) -> dict[str, Source]:
+def as_model_names(model: nn.Module, known: Iterable[str], entries: dict[str, TensorEntry]) -> dict[str, Source]:
     """What the files hold by the model's names, as from_pretrained would find it. What it knows no place for keeps its
     name. `known`: the model's names."""
     library = _library(model)

@@ -1,7 +1,7 @@
 """export(): plain Hugging Face style safetensors out of a live model or a checkpoint, never held whole by anyone.
 
 1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before. What
-   is wrong on one rank is told on all.
+   is wrong on one rank all ranks raise.
 2. Rank 0 makes a hidden folder beside or in `out` (outfiles.py).
 3. Values stream through: parameter by parameter from a sharded model (runtime/stream.py), range by range from a
    checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
@@ -279,28 +279,20 @@ def _from_checkpoint(path: Place, wanted: torch.dtype | None, trainable_only: bo
     path = find(path)
     manifest = read_manifest(path)
     stored = [t for t in manifest.tensors if t.role == PARAM or (t.role == BUFFER and not trainable_only)]
-    told = _told(manifest)
+    params = manifest.params
     if trainable_only:
-        stored = [tensor for tensor in stored if told.get(tensor.name, {}).get("trains") is True]
+        stored = [tensor for tensor in stored if params.get(tensor.name, {}).get("trains") is True]
     stored.sort(key=lambda tensor: _natural(tensor.name))
-    planned = [Planned(t.name, _target(_own_dtype(t, told), wanted), t.shape) for t in stored]
+    planned = [Planned(t.name, _target(_own_dtype(t, params), wanted), t.shape) for t in stored]
     written = {tensor.name for tensor in stored}
     aliases = manifest.state.get("aliases")
-    kept = {str(o): str(n) for o, n in aliases.items() if n in written} if isinstance(aliases, dict) else {}
-    return Export(planned, lambda: _stored_values(path, manifest, stored), kept)
+    names = {str(o): str(n) for o, n in aliases.items() if n in written} if isinstance(aliases, dict) else {}
+    return Export(planned, lambda: _stored_values(path, manifest, stored), names)
 
 
-def _told(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """What the manifest says of parameters; it is checked before it is believed."""
-    params = manifest.state.get("params")
-    if not isinstance(params, dict):
-        return {}
-    return {name: value for name, value in params.items() if isinstance(value, dict)}
-
-
-def _own_dtype(tensor: Stored, told: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
+def _own_dtype(tensor: Stored, params: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
     """A parameter's own, of which a checkpoint keeps the wider master."""
-    own = DTYPES.get(str(told.get(tensor.name, {}).get("dtype"))) if tensor.role == PARAM else None
+    own = DTYPES.get(str(params.get(tensor.name, {}).get("dtype"))) if tensor.role == PARAM else None
     stored = DTYPES[tensor.dtype]
     return own if own is not None and own in _CAST and stored in _CAST else stored
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from pathlib import Path, PurePosixPath
 
-from zeor.checkpoint.files.tensorfile import Entry, read_header
+from zeor.checkpoint.files.tensorfile import TensorEntry, read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def find_tensors(path: str | Path) -> dict[str, Entry]:
+def find_tensors(path: str | Path) -> dict[str, TensorEntry]:
     """Every tensor by its name in the file(s), in the order of the file or index."""
     file = _entry_file(Path(path))
     if file.name.endswith(".json"):
@@ -43,14 +43,13 @@ def _entry_file(path: Path) -> Path:
         names = ", ".join(file.name for file in found[:10])
         raise ValueError(f"{path} holds no {INDEX} but several files ({names}); name the one to load.")
     pickled = [name for ending in ("*.bin", "*.pt", "*.pth") for name in sorted(path.glob(ending))]
-    told = f"only {pickled[0].name}, a pickle, which zeor does not load" if pickled else "no safetensors file"
-    raise ValueError(f"{path} holds {told}; a folder needs {WHOLE} or {INDEX}.")
+    what = f"only {pickled[0].name}, a pickle, which zeor does not load" if pickled else "no safetensors file"
+    raise ValueError(f"{path} holds {what}; a folder needs {WHOLE} or {INDEX}.")
 
 
-def _from_index(index: Path) -> dict[str, Entry]:
+def _from_index(index: Path) -> dict[str, TensorEntry]:
     try:
-        told = json.loads(index.read_bytes())
-        files = told["weight_map"]
+        files = json.loads(index.read_bytes())["weight_map"]
         whole = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
     except OSError as error:
         raise ValueError(f"{index} cannot be read: {error.strerror}.") from error

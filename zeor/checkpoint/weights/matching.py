@@ -42,8 +42,8 @@ def find_targets(model: nn.Module) -> list[Target]:
     """What a state dict of the model would hold, in its order; shared tensors once."""
     found: dict[int, Target] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        kept = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for is_buffer, tensors in ((False, module._parameters), (True, kept)):
+        persistent = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for is_buffer, tensors in ((False, module._parameters), (True, persistent)):
             for attr, tensor in tensors.items():
                 if tensor is not None:
                     target = found.setdefault(id(tensor), Target([], tensor, is_buffer))

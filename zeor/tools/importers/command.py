@@ -19,7 +19,7 @@ from typing import Any
 
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.tensorfile import Entry, read_header
+from zeor.checkpoint.files.tensorfile import TensorEntry, read_header
 from zeor.checkpoint.weights.outfiles import local_folder
 from zeor.tools.importers import deepspeed, state_dicts
 from zeor.tools.importers.foreign import Foreign, Value, value_of, write
@@ -140,11 +140,11 @@ class _Reader:
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=place, check=False
         )
         if done.returncode:
-            told = place / "error.txt"
+            error_file = place / "error.txt"
             last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            text = told.read_text() if told.is_file() else ""
+            text = error_file.read_text() if error_file.is_file() else ""
             raise CheckpointError(text or f"{source}: the process that read it ended with {done.returncode} ({last}).")
 
 
-def _named(entry: Entry, source: str) -> Value:
+def _named(entry: TensorEntry, source: str) -> Value:
     return value_of(entry, source)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.tensorfile import Entry
+from zeor.checkpoint.files.tensorfile import TensorEntry
 from zeor.tools.importers.foreign import Foreign, Value, joined, value_of
 from zeor.tools.importers.state_dicts import as_list
 
@@ -38,8 +38,8 @@ def read(source: Path, read_file: ReadFile) -> Foreign:
         raise CheckpointError(f"{folder} holds no ..._optim_states.pt, so it is no DeepSpeed ZeRO checkpoint.")
     models = [read_file(path) for path in (model or [main])]
     ranks = [_optimizer_of(read_file(path), path) for path in optim]
-    told = ranks[0].get("partition_count")
-    count = max(as_list(told)) if as_list(told) else told or len(ranks)
+    written_by = ranks[0].get("partition_count")
+    count = max(as_list(written_by)) if as_list(written_by) else written_by or len(ranks)
     if count != len(ranks):
         raise CheckpointError(f"{folder} was written by {count} ranks, but holds the state of {len(ranks)}.")
     this = _Stage3(folder, models, ranks) if "fp32_flat_groups" in ranks[0] else _Stage12(folder, models, ranks)
@@ -79,7 +79,7 @@ def _optimizer_of(tree: Any, path: Path) -> dict[str, Any]:
     return found
 
 
-class _Run:
+class _ZeroRun:
     """What both layouts share. `models` are the model states of one rank or of all, `ranks` the optimizers'."""
 
     def __init__(self, folder: Path, models: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]]):
@@ -95,19 +95,19 @@ class _Run:
     def _base_state(self, rank: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _value(self, name: str, flats: Sequence[Sequence[Entry]]) -> Value:
+    def _value(self, name: str, flats: Sequence[Sequence[TensorEntry]]) -> Value:
         """A parameter out of flat tensors: [rank][group]."""
         raise NotImplementedError
 
-    def _masters(self) -> list[list[Entry]]:
+    def _masters(self) -> list[list[TensorEntry]]:
         raise NotImplementedError
 
-    def _moments(self, key: str) -> list[list[Entry]] | None:
+    def _moments(self, key: str) -> list[list[TensorEntry]] | None:
         """[rank][group] of one entry, where every group has it."""
         found = []
         for base in self._base:
             entries = [state.get(key) if isinstance(state, dict) else None for state in self._by_group(base)]
-            if not entries or not all(isinstance(entry, Entry) for entry in entries):
+            if not entries or not all(isinstance(entry, TensorEntry) for entry in entries):
                 return None
             found.append(entries)
         return found  # type: ignore[return-value]
@@ -135,7 +135,8 @@ class _Run:
 
     def _keys(self) -> list[str]:
         first: Any = next(iter(self._by_group(self._base[0])), {})
-        return [key for key, value in first.items() if isinstance(value, Entry)] if isinstance(first, dict) else []
+        entries = first.items() if isinstance(first, dict) else ()
+        return [key for key, value in entries if isinstance(value, TensorEntry)]
 
     def _step(self) -> Any:
         """Of a parameter; some optimizers keep it in their groups."""
@@ -148,12 +149,12 @@ class _Run:
 
     def _groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups; each is of one or, at stage 3, of several of those that `param_shapes` lists."""
-        told = [group for group in as_list(self._base[0].get("param_groups")) if isinstance(group, dict)]
-        numbers = [number for group in told for number in as_list(group.get("params"))]
+        saved = [group for group in as_list(self._base[0].get("param_groups")) if isinstance(group, dict)]
+        numbers = [number for group in saved for number in as_list(group.get("params"))]
         if sorted(map(str, numbers)) != sorted(map(str, range(len(self._shapes)))):
             raise CheckpointError(f"{self._folder}: the groups of the optimizer do not fit the parameters' shapes.")
         groups = []
-        for group in told:
+        for group in saved:
             settings = {key: group[key] for key in _SETTINGS if key in group}
             if "betas" in settings:
                 settings["betas"] = tuple(settings["betas"])
@@ -174,31 +175,31 @@ class _Run:
             found.aliases[other] = name
         for name, value in module.items():  # at stage 1 nothing else says that there are frozen ones
             known = name in found.params or name in found.buffers or name in found.aliases
-            if not known and isinstance(value, (Entry, Tensor)):
+            if not known and isinstance(value, (TensorEntry, Tensor)):
                 found.params[name] = _whole(value, name)
         for name in found.params:
-            if isinstance(module.get(name), Entry):
+            if isinstance(module.get(name), TensorEntry):
                 found.own_dtypes[name] = module[name].dtype
         steps = self._main.get("global_steps")
         found.step = steps if isinstance(steps, int) and steps >= 0 else 0
 
     def _frozen(self, name: str, shape: tuple[int, ...], fragments: Sequence[Any]) -> Value:
         entry = fragments[0]
-        if not isinstance(entry, Entry) or math.prod(entry.shape) != math.prod(shape):
+        if not isinstance(entry, TensorEntry) or math.prod(entry.shape) != math.prod(shape):
             raise CheckpointError(f"{self._folder} lacks the frozen parameter {name!r}.")
         return Value(shape, entry.dtype, lambda: joined([(entry, 0, entry.numel)]).view(shape))
 
 
-class _Stage12(_Run):
+class _Stage12(_ZeroRun):
     """Each group flat, each rank an equal range of it."""
 
     def _base_state(self, rank: dict[str, Any]) -> dict[str, Any]:
         return rank.get("base_optimizer_state") or {}
 
-    def _masters(self) -> list[list[Entry]]:
+    def _masters(self) -> list[list[TensorEntry]]:
         return [as_list(rank["single_partition_of_fp32_groups"]) for rank in self._ranks]
 
-    def _value(self, name: str, flats: Sequence[Sequence[Entry]]) -> Value:
+    def _value(self, name: str, flats: Sequence[Sequence[TensorEntry]]) -> Value:
         for number, shapes in enumerate(self._shapes):
             if name in shapes:
                 names = list(shapes)
@@ -207,21 +208,21 @@ class _Stage12(_Run):
         raise AssertionError(name)
 
 
-class _Stage3(_Run):
+class _Stage3(_ZeroRun):
     """Each parameter padded to a multiple of the ranks; each rank's ranges flat, in sub-groups of some length."""
 
     def _base_state(self, rank: dict[str, Any]) -> dict[str, Any]:
         return rank.get("optimizer_state_dict") or {}
 
-    def _masters(self) -> list[list[Entry]]:
+    def _masters(self) -> list[list[TensorEntry]]:
         return [as_list(rank["fp32_flat_groups"]) for rank in self._ranks]
 
-    def _value(self, name: str, flats: Sequence[Sequence[Entry]]) -> Value:
+    def _value(self, name: str, flats: Sequence[Sequence[TensorEntry]]) -> Value:
         shapes = {key: shape for group in self._shapes for key, shape in group.items()}
         names = list(shapes)
         parts = {key: -(-math.prod(shape) // self._world) for key, shape in shapes.items()}
         begin, left = sum(parts[other] for other in names[: names.index(name)]), math.prod(shapes[name])
-        ranges: list[tuple[Entry, int, int]] = []
+        ranges: list[tuple[TensorEntry, int, int]] = []
         for rank in flats:
             taken = min(parts[name], left)
             ranges += _ranges(name, rank, begin, taken)
@@ -229,18 +230,18 @@ class _Stage3(_Run):
         return Value(shapes[name], flats[0][0].dtype, lambda: joined(ranges).view(shapes[name]))
 
     def _frozen(self, name: str, shape: tuple[int, ...], fragments: Sequence[Any]) -> Value:
-        if not all(isinstance(entry, Entry) for entry in fragments) or len(fragments) != self._world:
+        if not all(isinstance(entry, TensorEntry) for entry in fragments) or len(fragments) != self._world:
             raise CheckpointError(f"{self._folder} lacks parts of the frozen parameter {name!r}.")
         return _cut(name, shape, 0, fragments)
 
 
-def _cut(name: str, shape: tuple[int, ...], begin: int, flats: Sequence[Entry]) -> Value:
+def _cut(name: str, shape: tuple[int, ...], begin: int, flats: Sequence[TensorEntry]) -> Value:
     """Elements [begin, begin + numel) of tensors laid end to end."""
     ranges = _ranges(name, flats, begin, math.prod(shape))
     return Value(shape, flats[0].dtype, lambda: joined(ranges).view(shape))
 
 
-def _ranges(name: str, flats: Sequence[Entry], begin: int, count: int) -> list[tuple[Entry, int, int]]:
+def _ranges(name: str, flats: Sequence[TensorEntry], begin: int, count: int) -> list[tuple[TensorEntry, int, int]]:
     ranges, position = [], 0
     for entry in flats:
         first, last = max(begin, position), min(begin + count, position + entry.numel)
@@ -255,7 +256,7 @@ def _ranges(name: str, flats: Sequence[Entry], begin: int, count: int) -> list[t
 def _whole(value: Any, name: str) -> Value:
     if isinstance(value, Tensor):
         return Value(tuple(value.shape), value.dtype, lambda: value)
-    if isinstance(value, Entry):
+    if isinstance(value, TensorEntry):
         return value_of(value, "")
     raise CheckpointError(f"{name!r} is no tensor.")
 

@@ -21,8 +21,8 @@ from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.commit import Attempt, complete
 from zeor.checkpoint.files.disk import DISK
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Piece, Stored, role_of
-from zeor.checkpoint.files.tensorfile import Entry, Reader
+from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Stored, StoredPiece, role_of
+from zeor.checkpoint.files.tensorfile import Reader, TensorEntry
 from zeor.checkpoint.files.writer import Source, write_file
 from zeor.layout.boxes import whole
 
@@ -41,11 +41,11 @@ class Value(NamedTuple):
         return f"a tensor of shape {self.shape}"
 
 
-def value_of(entry: Entry, source: str) -> Value:
+def value_of(entry: TensorEntry, source: str) -> Value:
     return Value(entry.shape, entry.dtype, lambda: joined([(entry, 0, entry.numel)]).view(entry.shape), source)
 
 
-def joined(ranges: Sequence[tuple[Entry, int, int]]) -> Tensor:
+def joined(ranges: Sequence[tuple[TensorEntry, int, int]]) -> Tensor:
     """Elements (from, count) of flattened tensors in files, end to end."""
     flat = torch.empty(sum(count for *_, count in ranges), dtype=ranges[0][0].dtype)
     at = 0
@@ -99,7 +99,7 @@ def _tensors(found: Foreign) -> Iterator[tuple[Stored, Value]]:
     for name, entries in found.state.items():
         named += [(role_of(0, key), name, value) for key, value in _leaves(entries) if isinstance(value, Value)]
     for role, name, value in named:
-        pieces = [Piece(0, whole(value.shape))] if math.prod(value.shape) else []
+        pieces = [StoredPiece(0, whole(value.shape))] if math.prod(value.shape) else []
         yield Stored(role, name, value.shape, plain.dtype_name(value.dtype), pieces), value
 
 

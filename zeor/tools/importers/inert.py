@@ -7,7 +7,7 @@ bytes say. Every name means something of this file's own:
 
     torch.FloatStorage, torch.float32               kinds of number
     torch._utils._rebuild_tensor and its like       a `TensorPart`: numbers only, checked when a tensor is made of it
-    numpy's dtype, _reconstruct, scalar, ...        a `NumpyKind`, an `Array`: numbers only, of the kinds in `_NUMBERS`
+    numpy's dtype, _reconstruct, scalar, ...        a `NumpyKind`, a `NumpyArray`: numbers, of the kinds in `_NUMBERS`
     dicts, sets and their like                      plain ones
     torch.distributed.checkpoint's dataclasses      a `Record` of its fields
     anything else                                   a `StandIn`, which does nothing
@@ -222,7 +222,7 @@ class NumpyKind:
         return np.dtype(self.order.replace("|", "=") + self.code) if self.code in _NUMBERS else None
 
 
-class Array:
+class NumpyArray:
     """numpy.ndarray: filled by its state, where that is numbers."""
 
     __slots__ = ("values",)
@@ -256,8 +256,8 @@ def _scalar(kind: Any, raw: Any = None, *_: Any) -> Any:
     return StandIn() if values is None else values.item()
 
 
-def _from_buffer(raw: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> Array:
-    return Array(_array(shape, kind, raw, order))
+def _from_buffer(raw: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> NumpyArray:
+    return NumpyArray(_array(shape, kind, raw, order))
 
 
 # ---- Python's own
@@ -306,7 +306,7 @@ def _known() -> Mapping[tuple[str, str], Any]:
     for name in ("OrderedDict", "defaultdict", "Counter"):
         found["collections", name] = Dict
     for core in ("numpy.core", "numpy._core"):
-        found[f"{core}.multiarray", "_reconstruct"] = Function(lambda *_: Array())
+        found[f"{core}.multiarray", "_reconstruct"] = Function(lambda *_: NumpyArray())
         found[f"{core}.multiarray", "scalar"] = Function(_scalar)
         found[f"{core}.numeric", "_frombuffer"] = Function(_from_buffer)
     for own in ("builtins", "__builtin__"):  # as Python 2, and pickles of protocol 2, name it
@@ -352,7 +352,7 @@ class _Settling:
         self._done: dict[int, tuple[Any, Any]] = {}  # by id: what it was, and what it is
 
     def value(self, value: Any) -> Any:
-        if not isinstance(value, (TensorPart, Array, dict, list, tuple, set, frozenset)):
+        if not isinstance(value, (TensorPart, NumpyArray, dict, list, tuple, set, frozenset)):
             return value
         if id(value) not in self._done:
             self._done[id(value)] = (value, self._value(value))
@@ -361,7 +361,7 @@ class _Settling:
     def _value(self, value: Any) -> Any:
         if isinstance(value, TensorPart):
             return value.tensor()
-        if isinstance(value, Array):
+        if isinstance(value, NumpyArray):
             is_plain = value.values is not None and value.values.dtype.kind in "fiub"
             return torch.from_numpy(value.values) if is_plain else stand_in("numpy", "ndarray")()
         if isinstance(value, dict):

@@ -135,9 +135,9 @@ def _names_of(
     flat = [member for each in members for member in each]
     if all(isinstance(member, str) for member in flat):
         return {member: _known(found, member, where) for member in flat}
-    kept = [as_list(group.get("param_names")) for group in groups]
-    if names is None and [len(each) for each in kept] == [len(each) for each in members]:
-        names = [name for each in kept for name in each]
+    own_names = [as_list(group.get("param_names")) for group in groups]
+    if names is None and [len(each) for each in own_names] == [len(each) for each in members]:
+        names = [name for each in own_names for name in each]
     if names is not None:
         if len(names) != len(flat):
             raise CheckpointError(f"{where}: the optimizer has {len(flat)} parameters; {len(names)} names were given.")

@@ -90,8 +90,8 @@ class _OfZip(Unpickler):
         self._data, self._records, self._folder = data, records, folder
         self._known: dict[str, Tensor] = {}
 
-    def persistent_load(self, told: Any) -> Any:
-        kind, key, numel = _told(told)
+    def persistent_load(self, pid: Any) -> Any:
+        kind, key, numel = _parsed(pid)
         if kind is None:
             return StandIn()
         if key not in self._known:
@@ -114,12 +114,12 @@ def _bytes_of(data: mmap.mmap | bytearray, begin: int, end: int) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=end - begin)
 
 
-def _told(told: Any) -> tuple[torch.dtype | None, str, int]:
+def _parsed(pid: Any) -> tuple[torch.dtype | None, str, int]:
     """The kind (None: one without numbers), key and number of elements of a storage."""
-    well_formed = isinstance(told, tuple) and len(told) in (5, 6) and told[0] == "storage"
-    if not well_formed or not isinstance(told[2], str) or type(told[4]) is not int or not 0 <= told[4] < 1 << 62:
+    well_formed = isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"
+    if not well_formed or not isinstance(pid[2], str) or type(pid[4]) is not int or not 0 <= pid[4] < 1 << 62:
         raise Refused("It speaks of a malformed storage.")
-    return told[1].dtype if isinstance(told[1], StorageKind) else None, told[2], told[4]
+    return pid[1].dtype if isinstance(pid[1], StorageKind) else None, pid[2], pid[4]
 
 
 # ---- the format before
@@ -149,10 +149,10 @@ class _OfBefore(Unpickler):
         self._left = nbytes
         self._known: dict[str, Storage] = {}
 
-    def persistent_load(self, told: Any) -> Any:
-        if isinstance(told, tuple) and len(told) > 1 and told[0] == "module":  # a class and its source
-            return told[1]
-        kind, key, numel = _told(told)
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":  # a class and its source
+            return pid[1]
+        kind, key, numel = _parsed(pid)
         if kind is None:
             raise Refused("It holds a storage of a kind that zeor does not know.")
         if key not in self._known:
@@ -160,7 +160,7 @@ class _OfBefore(Unpickler):
             if self._left < 0:
                 raise Refused(f"It says {numel:,} numbers of storage {key[:80]!r}, more than the file can hold.")
             self._known[key] = Storage(torch.zeros(numel * kind.itemsize, dtype=torch.uint8), kind)
-        whole, view = self._known[key], told[5] if len(told) == 6 else None
+        whole, view = self._known[key], pid[5] if len(pid) == 6 else None
         if view is None:
             return whole
         if not isinstance(view, tuple) or len(view) != 3 or not all(type(n) is int and n >= 0 for n in view[1:]):

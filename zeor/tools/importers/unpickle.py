@@ -82,13 +82,13 @@ def read_dcp(folder: Path, allow: bool) -> Any:
         stored.setdefault(_field(folder, index, "fqn", str), []).append((index, info))
     paths = metadata.fields.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
-    told = _field(folder, metadata, "state_dict_metadata", dict)
+    entries = _field(folder, metadata, "state_dict_metadata", dict)
     root: dict[Any, Any] = {}
-    for name in [name for name in {**paths, **told} if name in told]:  # the state dict's own order is that of the paths
+    for name in [name for name in {**paths, **entries} if name in entries]:  # the paths have the state dict's order
         if name not in stored:
             raise Refused(f"{folder} does not say where {str(name)[:80]!r} lies.")
-        if isinstance(told[name], Record) and "chunks" in told[name].fields:
-            value: Any = _Chunks(folder, name, told[name], stored[name])
+        if isinstance(entries[name], Record) and "chunks" in entries[name].fields:
+            value: Any = _Chunks(folder, name, entries[name], stored[name])
         else:
             value = _read(io.BytesIO(_bytes(folder, stored[name][0][1])), f"{name!r} of {folder}")
         path = paths.get(name)
