@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import PARAM, RNG, Stored, role_of
+from zeor.checkpoint.files.manifest import PARAM, Stored, role_of
 from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
@@ -230,24 +228,6 @@ def add_average(
 
 
 # ---- everything else
-
-
-def add_rng(contents: Contents, rank: int, device: torch.device) -> None:
-    """The generators of this rank: they come back where the world is the same."""
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": _numpy_state(),
-    }
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
-    state["python"] = (state["python"][0], torch.tensor(state["python"][1]), state["python"][2])
-    contents.values["rng"] = contents.encode(RNG, f"rank {rank}", state)
-
-
-def _numpy_state() -> Any:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    return (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss))
 
 
 def state_of_object(value: Any, where: str) -> Any:

@@ -3,6 +3,9 @@
 They are strangers: only their own `load_state_dict` says whether a state fits. So they are asked before the model
 changes, and what had taken its state already is put back where another one, here or on another rank, refuses. A loader
 comes last and is not put back: the run is as it was, and whoever loads again sends it to a position again.
+
+A position that is counted over all ranks together, as zeor.data's, fits any number of ranks; one of each rank's own
+(torchdata's loader, a stream cut by files) belongs to the world it was saved at.
 """
 
 from __future__ import annotations
@@ -16,9 +19,35 @@ from typing import Any
 
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.resume import go_to
+from zeor.comm.mesh import Mesh
 
 log = logging.getLogger("zeor")
+
+
+def position_of(path: Place, saved: Any, mesh: Mesh, strict: bool) -> Any:
+    """The entry of the manifest's `data` that this rank goes on from, encoded; None where none was saved."""
+    entries = saved if isinstance(saved, list) else []
+    if not any(entry is not None for entry in entries):
+        if strict:
+            raise CheckpointError(f"{path} holds no position of a data loader; leave out data=, or pass strict=False.")
+        return None
+    entry = entries[mesh.rank % len(entries)]
+    anywhere = isinstance(entry, dict) and "zeor_data" in entry and all(each == entry for each in entries)
+    if len(entries) != mesh.world and not anywhere:
+        raise CheckpointError(
+            f"{path} holds a position of the data loader for each of {len(entries)} ranks, and there are {mesh.world} "
+            f"here; load at {len(entries)} ranks, or leave out data= and begin an epoch, or use zeor.data.shard's "
+            "loader on data that all ranks share: its position fits any number of ranks."
+        )
+    return entry
+
+
+def go_to(loader: Any, position: Any) -> None:
+    """Before the generators come back: torchdata's loader goes to its position when it is iterated first, and draws
+    random numbers on the way which the saved run did not draw there; so it is sent there now."""
+    loader.load_state_dict(position)
+    if hasattr(loader, "next_iter_state"):
+        loader.state_dict()
 
 
 class Attached:

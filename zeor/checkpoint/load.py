@@ -19,27 +19,18 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint import contents as parts
+from zeor.checkpoint import manifest_checks as checks
 from zeor.checkpoint import staging
-from zeor.checkpoint.extras import Attached
-from zeor.checkpoint.fetch import Files
+from zeor.checkpoint.extras import Attached, position_of
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
+from zeor.checkpoint.files.fetch import Files
 from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Stored, role_of
-from zeor.checkpoint.files.newest import with_newest
-from zeor.checkpoint.files.reading import Need, need
+from zeor.checkpoint.files.names import listed
+from zeor.checkpoint.files.opening import Opened, open_checkpoint, with_newest
+from zeor.checkpoint.files.reading import Need
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.manifest_checks import (
-    Paths,
-    check_entry,
-    check_members,
-    check_rng,
-    check_roles,
-    check_scalar,
-    checked_settings,
-    no_stored,
-)
-from zeor.checkpoint.opening import Opened, open_checkpoint
-from zeor.checkpoint.resume import position_of, set_rng
+from zeor.checkpoint.generators import check_rng, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.run import TrainingRun
 from zeor.checkpoint.staging import Staging
@@ -102,8 +93,7 @@ class Load:
         saved = self.extra()
         lacking = [key for key in extra if key not in saved]
         if self.strict and lacking:
-            listed = _listed("extra", lacking)
-            raise CheckpointError(f"{self.path} lacks {listed}; leave it out, or pass strict=False.")
+            raise CheckpointError(f"{self.path} lacks {_listed('extra', lacking)}; leave it out, or pass strict=False.")
         if data:
             self.position()
         self._check_rng()
@@ -135,7 +125,7 @@ class Load:
             stored = self._stored.get((role, name))
             if stored is not None:
                 if (role, name) not in self._needs:
-                    self._needs[role, name] = need(stored, 0, torch.Size(stored.shape).numel())
+                    self._needs[role, name] = Need(stored, 0, torch.Size(stored.shape).numel())
                 return self._needs[role, name].into.view(stored.shape)
         raise CheckpointError(f"{self.path}: the manifest speaks of {str(name)[:80]!r}, a tensor it does not hold.")
 
@@ -159,7 +149,7 @@ class Load:
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     take = functools.partial(self._put_parameter, slot, segment)
-                    each = need(stored, segment.start, segment.numel, self.run.mesh.device)
+                    each = Need(stored, segment.start, segment.numel, self.run.mesh.device)
                     self.staging.add(each, take)
         for name, param in self.run.plain_params.items():
             known.add(name)
@@ -180,7 +170,7 @@ class Load:
         else:
             self._check_fit(name, stored, tuple(tensor.shape), tensor.dtype)
             take = functools.partial(_copy, tensor)
-            self.staging.add(need(stored, 0, tensor.numel(), tensor.device), take)
+            self.staging.add(Need(stored, 0, tensor.numel(), tensor.device), take)
 
     def _check_fit(self, name: str, stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if stored.shape != shape:
@@ -209,7 +199,7 @@ class Load:
         for number, stepper in enumerate(self.run.steppers):
             self._pieces[number] = []
             self._settings.append([])
-            check_entry(str(self.path), number, saved[number])
+            checks.check_entry(str(self.path), number, saved[number])
             if self._is_alike(number, stepper, saved[number]):
                 matched = self._matched_groups(number, stepper, saved[number])
                 self._settings[number] = self._new_settings(stepper.optimizer, saved[number], matched)
@@ -227,8 +217,8 @@ class Load:
             if old is None:
                 found.append({})
                 continue
-            settings = plain.decode(old["settings"], no_stored(where))
-            found.append(checked_settings(where, group, defaults, settings, complete))
+            settings = plain.decode(old["settings"], checks.no_stored(where))
+            found.append(checks.checked_settings(where, group, defaults, settings, complete))
         return found
 
     def _is_alike(self, number: int, stepper: Any, saved: dict[str, Any]) -> bool:
@@ -265,8 +255,8 @@ class Load:
 
     def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""
-        check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
-        check_members(str(self.path), number, self._stored, saved)
+        checks.check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
+        checks.check_members(str(self.path), number, self._stored, saved)
         states = States(str(self.path), stepper.optimizer, self._settings[number], self.run.mesh.device)
         for group, members in enumerate(stepper.optimizer.param_groups):
             for param in members["params"]:
@@ -279,22 +269,23 @@ class Load:
         name, mine, where = self.run.names[id(slot.param)], stepper.segments.of(param), stepper.segments.at(param)
         stored = self._state_tensors(number, saved["keys"], name)
         state: dict[Key, Any] = {key: UnreadTensor(t.shape, plain.DTYPES[t.dtype]) for key, t in stored.items()}
-        paths = Paths(str(self.path))
+        paths = checks.Paths(str(self.path))
         for key in stored:
             paths.take(list(key))
         for key, value in saved["scalars"].get(name, ()):
-            state[paths.take(key)] = check_scalar(str(self.path), plain.decode(value, no_stored(str(self.path))))
+            decoded = plain.decode(value, checks.no_stored(str(self.path)))
+            state[paths.take(key)] = checks.check_scalar(str(self.path), decoded)
         if not state:
             self._check_begins_anew(name, saved)
         for path, value in check(name, slot.shape, mine, state).items():
             if not isinstance(value, UnreadTensor):
                 pieces.append(Piece(slot.name, path, None, value))
                 continue
-            each, begin = need(stored[path], 0, torch.Size(value.shape).numel()), None
+            each, begin = Need(stored[path], 0, torch.Size(value.shape).numel()), None
             if is_counter(path, value):
                 self._counters.append((name, path, each))
             elif value.shape == slot.shape:
-                each, begin = need(stored[path], where.start, where.numel, mine.device), where.start
+                each, begin = Need(stored[path], where.start, where.numel, mine.device), where.start
             self.staging.add_piece(each, pieces, slot.name, path, begin, value.dtype)
 
     def _state_tensors(self, number: int, keys: dict[str, Any], name: str) -> dict[Key, Stored]:
@@ -303,7 +294,7 @@ class Load:
         for role, key in keys.items():
             stored = self._stored.get((role, name))
             if stored is not None:
-                path = Paths(str(self.path)).take(key)
+                path = checks.Paths(str(self.path)).take(key)
                 if role != role_of(number, path):
                     raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
                 found[path] = stored
@@ -332,7 +323,7 @@ class Load:
             assert mine.begin is not None  # averages are made of parameters' elements
             slot = slots[mine.name]
             self._check_fit(names[mine.name], self._stored[f"ema.{key}", names[mine.name]], slot.shape, slot.dtype)
-            each = need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
+            each = Need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
         about = self.extra().get(key)
         updates = about.get("updates") if isinstance(about, dict) else None
@@ -479,7 +470,4 @@ def _guarded(do: Callable[[], Any], path: Place) -> Any:
 
 
 def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{what}: {', '.join(map(repr, names[:10]))}{more}"
+    return f"{what}: {listed([repr(name) for name in names])}" if names else ""

@@ -1,17 +1,14 @@
-"""What a manifest says of optimizers and generators, doubted before anything is changed by it.
+"""What a manifest says of optimizers, doubted before anything is changed by it.
 
-A manifest that is consistent in itself may still name a place in an optimizer's state that cannot be, a learning rate
-that is no number, or a generator state that would be read beyond its end. Everything here raises CheckpointError or
-does nothing.
+A manifest that is consistent in itself may still name a place in an optimizer's state that cannot be, or a learning
+rate that is no number. Everything here raises CheckpointError or does nothing.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +17,6 @@ from zeor.optim.pieces import Key
 
 _MOST_INDEX = 1 << 16  # of an entry in a list: the list is made as long as it says
 _FLAGS = ("foreach", "fused")  # of torch's optimizers: yes, no, or as torch thinks best
-_NUMPY_WORDS = 624  # of its generator's state; numpy itself reads at whatever position it is told
 
 
 class Paths:
@@ -155,21 +151,3 @@ def _is_nan(value: Any) -> bool:
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:
     return one.is_floating_point() == other.is_floating_point() and one.is_complex() == other.is_complex()
-
-
-def check_rng(where: str, state: Any, device: torch.device) -> None:
-    """That generators can take these states, tried on others than those in use."""
-    try:
-        torch.Generator().set_state(state["torch"])
-        version, keys, gauss = state["python"]
-        random.Random().setstate((version, tuple(keys.tolist()), gauss))
-        kind, words, position, has_gauss, gauss = state["numpy"]
-        if words.shape != (_NUMPY_WORDS,) or type(position) is not int or not 0 <= position <= _NUMPY_WORDS:
-            raise ValueError("numpy's position")
-        np.random.RandomState().set_state((kind, words.numpy().astype(np.uint32), position, has_gauss, gauss))
-        if device.type != "cpu" and "device" in state:
-            torch.Generator(device).set_state(state["device"])
-    except Exception as error:  # whatever it is, it is not a state that a generator gave
-        raise CheckpointError(
-            f"{where}: the state of a random generator is malformed ({type(error).__name__}: {str(error)[:80]})."
-        ) from error

@@ -10,7 +10,6 @@ A failure anywhere raises the same CheckpointError on every rank, and nothing of
 from __future__ import annotations
 
 import contextlib
-import functools
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,15 +18,16 @@ import torch
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import room
-from zeor.checkpoint.contents import Contents
+from zeor.checkpoint.files import manifest as manifests
 from zeor.checkpoint.files import per_host
 from zeor.checkpoint.files.branches import Complete, Lineage
 from zeor.checkpoint.files.disk import DISK, Disk
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, Branch, FileInfo, Manifest, Stored, StoredPiece, parse
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Branch, FileInfo, Manifest, Stored, StoredPiece
 from zeor.checkpoint.files.store import clean, complete, disk_of
 from zeor.checkpoint.files.urls import Place, shown
 from zeor.checkpoint.files.writer import Source, write_file
+from zeor.checkpoint.generators import rng_state
 from zeor.checkpoint.progress import SaveProgress
 from zeor.checkpoint.run import TrainingRun
 from zeor.comm.agree import exchange
@@ -70,10 +70,10 @@ def save(run: TrainingRun, request: SaveRequest) -> Place:
 
 def agree(
     run: TrainingRun, request: SaveRequest, copy_nbytes: Callable[[Sequence[Source]], int] = lambda sources: 0
-) -> tuple[Contents, list[Any]]:
+) -> tuple[parts.Contents, list[Any]]:
     """What this rank writes, once every rank knows that; what is wrong on one of them is raised on all. Also, for
     room.short_of, what each rank asks of its host's memory: `copy_nbytes` of what it writes."""
-    found, error = Contents(), request.error
+    found, error = parts.Contents(), request.error
     if error is None and not request.busy:
         try:
             found = collect(run, request.extra, request.data)
@@ -104,11 +104,11 @@ def _check_same_step(steps: Sequence[int]) -> None:
         )
 
 
-def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> Contents:
+def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> parts.Contents:
     """Everything this rank writes; nothing is copied yet."""
     run.drain()
     run.unfilled.check()
-    rank, found = run.mesh.rank, Contents()
+    rank, found = run.mesh.rank, parts.Contents()
     parts.add_parameters(found, run.slots, run.names)
     if rank == 0:
         for name, param in run.plain_params.items():
@@ -117,7 +117,7 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> Con
             found.add_whole((BUFFER, name), buffer)
     for number, stepper in enumerate(run.steppers):
         parts.add_optimizer(found, number, stepper, run.slots, run.names)
-    parts.add_rng(found, rank, run.mesh.device)
+    found.values["rng"] = found.encode(RNG, f"rank {rank}", rng_state(run.mesh.device))
     if data is not None:
         found.values["data"] = found.encode(EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
     add_extra(found, run, extra or {})
@@ -126,7 +126,7 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> Con
     return found
 
 
-def add_extra(found: Contents, run: TrainingRun, extra: Mapping[str, Any]) -> None:
+def add_extra(found: parts.Contents, run: TrainingRun, extra: Mapping[str, Any]) -> None:
     """Every rank's part of the averages in it, and rank 0's of the rest."""
     rank, plain_extra = run.mesh.rank, {}
     for key, value in extra.items():
@@ -151,52 +151,43 @@ def _model(run: TrainingRun) -> dict[str, Any]:
 # ---- steps 1 to 5
 
 
-def write(mesh: Mesh, lineage: Lineage, found: Contents, to: Destination, disk: Disk = DISK) -> Place:
+def write(mesh: Mesh, lineage: Lineage, found: parts.Contents, to: Destination, disk: Disk = DISK) -> Place:
     """Write what was found and make it a checkpoint. Returns where that is. Knows no model: any thread may call it."""
     disk, total_nbytes = disk_of(to.folder, disk), sum(source.nbytes for source in found.sources)
     with SaveProgress(f"saving step {to.step} to {to.folder}", total_nbytes, mesh.rank == 0) as progress:
         # 1.
         site = per_host.begin(mesh, disk, to.folder, to.step)
         try:
-            next_branch = functools.partial(_next_branch, mesh, lineage, to.folder, site)
-            final, branch = _write(mesh, found, disk, site, next_branch, progress.add)
+            # 2.
+            info, problem = _write_file(mesh, disk, site, found, progress.add)
+            # 3.
+            branch = vars(_next_branch(mesh, lineage, to.folder, site))
+            mine = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
+            everyone = exchange(mesh, mine, "exchange about the files of a checkpoint")
+            problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
+            order = max(rank["branch"]["order"] for rank in everyone)
+            agreed = Branch(**{**everyone[0]["branch"], "order": order})
+            # 4. and 5.
+            final = per_host.commit(mesh, site, lambda: _checked(_manifest(site, everyone, agreed)), problem)
         except BaseException:
             if site.attempt is not None:
                 site.attempt.abandon()
             raise
-        lineage.saved(to.folder, final, branch)
+        lineage.saved(to.folder, final, agreed)
         if site.attempt is not None:
             _clean(disk, site.folder, to.keep, final)
         return final
 
 
-def _write(
-    mesh: Mesh,
-    found: Contents,
-    disk: Disk,
-    site: per_host.Site,
-    next_branch: Callable[[], Branch],
-    progress: Callable[[int], None],
-) -> tuple[Place, Branch]:
-    """Steps 2 to 5. Where the checkpoint is, and where it stands among others."""
-    problem = ""
-    # 2.
-    name = per_host.file_name(mesh.rank)
-    info: FileInfo | None = None
+def _write_file(
+    mesh: Mesh, disk: Disk, site: per_host.Site, found: parts.Contents, progress: Callable[[int], None]
+) -> tuple[FileInfo | None, str]:
+    """This rank's file, or what went wrong with it."""
+    path = site.writing / per_host.file_name(mesh.rank)
     try:
-        if found.sources:
-            info = write_file(disk, site.writing / name, found.sources, progress)
+        return write_file(disk, path, found.sources, progress) if found.sources else None, ""
     except Exception as error:  # also what reading a device may raise: the other ranks wait to hear of it
-        problem = per_host.words(error, site.writing / name)
-    # 3.
-    branch = vars(next_branch())
-    mine = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
-    everyone = exchange(mesh, mine, "exchange about the files of a checkpoint")
-    problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
-    # 4. and 5.
-    branch = {**everyone[0]["branch"], "order": max(rank["branch"]["order"] for rank in everyone)}
-    agreed = Branch(**branch)
-    return per_host.commit(mesh, site, lambda: _checked(_manifest(site, everyone, agreed)), problem), agreed
+        return None, per_host.words(error, path)
 
 
 def _next_branch(mesh: Mesh, lineage: Lineage, folder: Place, site: per_host.Site) -> Branch:
@@ -224,7 +215,7 @@ def _warn_if_back(step: int, latest: Complete, folder: Place) -> None:
 def _checked(manifest: Manifest) -> bytes:
     """Its bytes, believed no more than a reader will: what could not be loaded is not committed."""
     data = manifest.to_bytes()
-    parse(data, "its manifest")
+    manifests.parse(data, "its manifest")
     return data
 
 

@@ -101,13 +101,12 @@ def bytes_by_role(manifest: Manifest) -> dict[str, int]:
 
 def parameter_counts(manifest: Manifest) -> tuple[int, int, int]:
     """(parameters as tensors, their elements, those of them that train)."""
-    params = manifest.params
     tensors = numel = trains = 0
     for tensor in manifest.tensors:
         if tensor.role == PARAM:
             count = math.prod(tensor.shape)
             tensors, numel = tensors + 1, numel + count
-            trains += count if params.get(tensor.name, {}).get("trains") is True else 0
+            trains += count if manifest.params.get(tensor.name, {}).get("trains") is True else 0
     return tensors, numel, trains
 
 

@@ -17,9 +17,8 @@ from tests.checkpoint.files.jobs import saved
 from tests.checkpoint.files.test_per_host import on_hosts
 from tests.checkpoint.test_reshard import everything, make, steps
 from zeor.checkpoint import load as loading
-from zeor.checkpoint import opening
 from zeor.checkpoint.api import load, save
-from zeor.checkpoint.files import branches, store
+from zeor.checkpoint.files import branches, opening, store
 from zeor.checkpoint.files.branches import Complete, Lineage, is_newer, ordered, surplus
 from zeor.checkpoint.files.commit import clean, complete, find, read_manifest
 from zeor.checkpoint.files.disk import DISK

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import zeor
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint import fetch, opening
+from zeor.checkpoint.files import fetch, opening
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.manifest import BLOCK_NBYTES
 from zeor.checkpoint.run import run_of

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeor.checkpoint.files.manifest import NAME
@@ -37,3 +38,8 @@ def numbers_of(name: str) -> Numbers | None:
 def is_own_file(name: str) -> bool:
     """Whether zeor writes a file of this name into a checkpoint."""
     return name == NAME or _FILE.fullmatch(name) is not None
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Names in a sentence: the first of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -72,10 +72,6 @@ class Need:
         self._into = None
 
 
-def need(stored: Stored, start: int, numel: int, device: torch.device = _HOST) -> Need:
-    return Need(stored, start, numel, device)
-
-
 class Wanted(NamedTuple):
     """A box of a piece, and the part of a need it goes to: inside `target`, which begins at element `at`."""
 

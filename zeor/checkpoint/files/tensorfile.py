@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100_000_000  # as the format says
 _PIECE_NBYTES = 16 << 20  # staging of one read: long enough for a disk, short beside any slice worth sharding
@@ -42,6 +43,21 @@ class TensorEntry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def make_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], aligned: int, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What a file of these begins with: names, dtypes and shapes. Padded, so that the data begins at a multiple."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_NBYTES + len(text)) % aligned)
+    return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

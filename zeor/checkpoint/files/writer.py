@@ -4,14 +4,13 @@
 
 What cannot be written so (the end of a file, a filesystem that has no direct writes) is hashed and written where it
 lies. A device's tensors travel through a ring of staging buffers. Hashing and writing of different blocks overlap; the
-file is synced before its description is returned. Knows nothing of
-models, ranks or manifests beyond the description of a file.
+file is synced before its description is returned. Knows nothing of models, ranks or manifests beyond the description
+of a file.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import queue
 from collections.abc import Callable, Sequence
@@ -25,10 +24,9 @@ from torch import Tensor
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.manifest import BLOCK_NBYTES, FileInfo, new_hash
 from zeor.checkpoint.files.pages import Scratch
-from zeor.checkpoint.files.tensorfile import DTYPES
+from zeor.checkpoint.files.tensorfile import make_header
 from zeor.checkpoint.files.urls import Place
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STAGING_NBYTES, _STAGINGS = 32 << 20, 3
 _ALIGNED = 64  # where the data begins: as memory likes it
 _THREADS = max(4, min(8, os.cpu_count() or 1))  # most of them wait for the disk
@@ -50,24 +48,12 @@ class Source:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def header(sources: Sequence[Source]) -> bytes:
-    """What a safetensors file of these begins with; padded, so that the data is aligned."""
-    table, position = {}, 0
-    for source in sources:
-        end = position + source.nbytes
-        entry = {"dtype": _NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [position, end]}
-        table[source.key], position = entry, end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNED)
-    return len(text).to_bytes(8, "little") + text
-
-
 def write_file(
     disk: Disk, path: Place, sources: Sequence[Source], progress: Callable[[int], None] = lambda nbytes: None
 ) -> FileInfo:
     """Write and sync a file; its description. Wider dtypes come first, so that every tensor is aligned."""
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)
-    begin = header(ordered)
+    begin = make_header(((source.key, source.dtype, source.shape) for source in ordered), _ALIGNED)
     nbytes = len(begin) + sum(source.nbytes for source in ordered)
     fd, direct = disk.create(path), -1
     try:

@@ -88,24 +88,24 @@ class Converted:
         return converter.convert(self.layer, model=self.model, config=self.model.config)
 
 
-Source = TensorEntry | Converted
+WeightSource = TensorEntry | Converted
 
 
-def pieces(reader: Reader, source: Source, start: int, numel: int) -> Iterator[tuple[int, Tensor]]:
+def pieces(reader: Reader, source: WeightSource, start: int, numel: int) -> Iterator[tuple[int, Tensor]]:
     """Elements [start, start + numel) of a flattened tensor, a piece at a time: (elements before it, piece)."""
     if isinstance(source, Converted):
         return source.pieces(reader, start, numel)
     return reader.pieces(source, start, numel)
 
 
-def whole(reader: Reader, source: Source) -> Tensor:
+def whole(reader: Reader, source: WeightSource) -> Tensor:
     return source.whole(reader) if isinstance(source, Converted) else reader.whole(source)
 
 
 # ---- from files to a model
 
 
-def as_model_names(model: nn.Module, known: Iterable[str], entries: dict[str, TensorEntry]) -> dict[str, Source]:
+def as_model_names(model: nn.Module, known: Iterable[str], entries: dict[str, TensorEntry]) -> dict[str, WeightSource]:
     """What the files hold by the model's names, as from_pretrained would find it. What it knows no place for keeps its
     name. `known`: the model's names."""
     library = _library(model)
@@ -115,7 +115,7 @@ def as_model_names(model: nn.Module, known: Iterable[str], entries: dict[str, Te
     renamings, converters = _of_kind(library, mapping)
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     names, prefix = dict.fromkeys(known, True), getattr(model, "base_model_prefix", None)
-    found: dict[str, Source] = {}
+    found: dict[str, WeightSource] = {}
     for name in sorted(entries, key=library.dot_natural_key):
         new, pattern = library.rename_source_key(name, renamings, converters, prefix, names)
         if new not in names and name in names:  # it has the model's names already

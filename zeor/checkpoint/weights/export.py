@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from zeor.checkpoint.files.commit import read_manifest
 from zeor.checkpoint.files.errors import CheckpointError, all_there
 from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Stored
-from zeor.checkpoint.files.newest import with_newest
+from zeor.checkpoint.files.opening import with_newest
 from zeor.checkpoint.files.plain import DTYPES
-from zeor.checkpoint.files.reading import Need, need, read_all
+from zeor.checkpoint.files.reading import Need, read_all
 from zeor.checkpoint.files.store import find
 from zeor.checkpoint.files.urls import Place, place_of
 from zeor.checkpoint.weights.config import config_texts
@@ -309,7 +309,7 @@ def _stored_values(path: Place, manifest: Manifest, tensors: list[Stored]) -> Va
             if batch and nbytes + count * DTYPES[tensor.dtype].itemsize > _BATCH_NBYTES:
                 yield from _read(path, manifest, batch)
                 batch, nbytes = [], 0
-            batch.append(need(tensor, start, count))
+            batch.append(Need(tensor, start, count))
             nbytes += batch[-1].nbytes
     yield from _read(path, manifest, batch)
 

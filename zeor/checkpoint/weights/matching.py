@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zeor.checkpoint.weights.conversions import Source
-
-SHOWN = 10  # names per list in a sentence
+from zeor.checkpoint.files.names import listed
+from zeor.checkpoint.weights.conversions import WeightSource
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Target:
 
 @dataclass
 class Match:
-    pairs: list[tuple[Target, Source]]
+    pairs: list[tuple[Target, WeightSource]]
     missing: list[str]
     unexpected: list[str]
 
@@ -54,7 +53,7 @@ def find_targets(model: nn.Module) -> list[Target]:
 
 def match(
     targets: Sequence[Target],
-    entries: dict[str, Source],
+    entries: dict[str, WeightSource],
     rename: Callable[[str], str | None] | None,
     path: str,
     strict: bool,
@@ -79,10 +78,10 @@ def match(
     return result
 
 
-def _renamed(entries: dict[str, Source], rename: Callable | None, path: str) -> dict[str, Source]:
+def _renamed(entries: dict[str, WeightSource], rename: Callable | None, path: str) -> dict[str, WeightSource]:
     if rename is None:
         return entries
-    result: dict[str, Source] = {}
+    result: dict[str, WeightSource] = {}
     origin: dict[str, str] = {}
     for name, entry in entries.items():
         new = rename(name)
@@ -96,7 +95,7 @@ def _renamed(entries: dict[str, Source], rename: Callable | None, path: str) -> 
     return result
 
 
-def _misfit(name: str, tensor: Tensor, entry: Source) -> str:
+def _misfit(name: str, tensor: Tensor, entry: WeightSource) -> str:
     if tuple(tensor.shape) != entry.shape:
         return f"{name!r} has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
     if kind_of(tensor.dtype) != kind_of(entry.dtype):
@@ -112,11 +111,11 @@ def kind_of(dtype: torch.dtype) -> str:
 def _sentence(path: str, found: Match, wrong: list[str], strict: bool) -> str:
     parts = []
     if strict and found.missing:
-        parts.append(f"{len(found.missing)} missing: {_listed([repr(name) for name in found.missing])}")
+        parts.append(f"{len(found.missing)} missing: {listed([repr(name) for name in found.missing])}")
     if strict and found.unexpected:
-        parts.append(f"{len(found.unexpected)} unexpected: {_listed([repr(name) for name in found.unexpected])}")
+        parts.append(f"{len(found.unexpected)} unexpected: {listed([repr(name) for name in found.unexpected])}")
     if wrong:
-        parts.append(f"{len(wrong)} of another kind: {_listed(wrong)}")
+        parts.append(f"{len(wrong)} of another kind: {listed(wrong)}")
     if wrong:
         advice = "Load the files of this very architecture"
     else:
@@ -124,11 +123,6 @@ def _sentence(path: str, found: Match, wrong: list[str], strict: bool) -> str:
         advice = f"Pass rename={prefix}" if prefix else "Pass rename= to map the file's names to the model's"
         advice += ", or strict=False to load what fits"
     return f"{path} does not fit the model; {'; '.join(parts)}. {advice}."
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _prefix_hint(missing: list[str], unexpected: list[str]) -> str:

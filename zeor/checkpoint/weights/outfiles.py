@@ -3,7 +3,7 @@
     out/model.safetensors                              where everything fits one file, else
     out/model-00001-of-00003.safetensors ... and out/model.safetensors.index.json
 
-Names, dtypes and shapes are told first, so every tensor has its place in its file before any value is there; values
+Names, dtypes and shapes come first, so every tensor has its place in its file before any value is there; values
 are then put as they come, written by a thread, and let go. Everything is written into a hidden folder, synced, and
 renamed into place: the folder itself, or into one that holds other things file by file, the one that makes them a model
 last. Knows no model, no rank and no checkpoint.
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ from torch import Tensor
 from zeor.checkpoint.files.disk import DISK, Disk
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.hidden import Identity, identity_of, remove_path
-from zeor.checkpoint.files.tensorfile import DTYPES
+from zeor.checkpoint.files.names import listed
+from zeor.checkpoint.files.tensorfile import make_header
 from zeor.checkpoint.files.urls import place_of, shown
 from zeor.checkpoint.weights.hf_folder import INDEX, WHOLE
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNED = 8  # bytes: where the data begins, as safetensors itself does it
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MOST_WAITING_NBYTES = 64 << 20  # values put and not written yet
 _BY_THE_WAY = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # in a config.json
@@ -55,7 +56,7 @@ class Planned(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Place(NamedTuple):
+class PlacedTensor(NamedTuple):
     file: str
     position: int  # of its first byte in the file
     planned: Planned
@@ -98,19 +99,6 @@ def divide(tensors: Sequence[Planned], max_nbytes: int) -> dict[str, list[Planne
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files, 1)}
 
 
-def header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
-    """What a file of these begins with; padded, so that the data is aligned."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for tensor in tensors:
-        offsets = [position, position + tensor.nbytes]
-        table[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        position += tensor.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def check_free(out: Path, texts: Mapping[str, str]) -> None:
     """CheckpointError where an export would overwrite something in `out`, or mix with weights that lie there. Other
     files and folders (a Trainer's checkpoints, logs, a tokenizer) may stay. `texts`: files beside the weights."""
@@ -120,9 +108,8 @@ def check_free(out: Path, texts: Mapping[str, str]) -> None:
     found = [name for name in here if any(fnmatch.fnmatch(name, each) for each in _WEIGHTS)]
     found += [name for name in texts if name in here and not _says_the_same(out / name, texts[name])]
     if found:
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         raise CheckpointError(
-            f"{', '.join(found[:4])}{more} exists already in {out}, and an export would overwrite it or mix with it; "
+            f"{listed(found, most=4)} exists already in {out}, and an export would overwrite it or mix with it; "
             "give another folder, or move that away. Other files there may stay."
         )
 
@@ -149,7 +136,7 @@ class OutFiles:
         self._writing = out.parent / f".{out.name}.writing-{secrets.token_hex(4)}"
         self._files = divide(tensors, max_nbytes)
         self._metadata = dict(metadata)
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, PlacedTensor] = {}
         self._fds: dict[str, int] = {}
         self._put_numel: dict[str, int] = {}
         self._texts: set[str] = set()  # names of other files
@@ -166,12 +153,12 @@ class OutFiles:
         for name, tensors in self._files.items():
             # Wider dtypes come first, so that every tensor is aligned.
             ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-            start = header(ordered, self._metadata)
+            start = make_header(ordered, _ALIGNED, self._metadata)
             self._fds[name] = self._disk.create(self._writing / name)
             self._disk.write(self._fds[name], [start], 0)
             position = len(start)
             for tensor in ordered:
-                self._places[tensor.name] = Place(name, position, tensor)
+                self._places[tensor.name] = PlacedTensor(name, position, tensor)
                 position += tensor.nbytes
 
     def put(self, name: str, value: Tensor, start: int = 0) -> None:

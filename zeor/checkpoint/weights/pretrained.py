@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zeor.checkpoint.files.tensorfile import Reader
-from zeor.checkpoint.weights.conversions import Source, as_model_names, pieces, remember, whole
+from zeor.checkpoint.weights.conversions import WeightSource, as_model_names, pieces, remember, whole
 from zeor.checkpoint.weights.hf_folder import find_tensors
 from zeor.checkpoint.weights.live import LiveModel
 from zeor.checkpoint.weights.matching import Match, Target, find_targets, match
@@ -73,7 +73,7 @@ def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, re
     try:
         held = find_tensors(path)
         # A rename= of the user's says all: nothing is converted beside it.
-        entries: dict[str, Source] = as_model_names(model, known, held) if rename is None else {**held}
+        entries: dict[str, WeightSource] = as_model_names(model, known, held) if rename is None else {**held}
         found = match(targets, entries, rename, str(path), strict)
     except Exception as error:  # whatever it is (the user's rename may raise anything), the other ranks must hear it
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
@@ -96,7 +96,7 @@ def _agree(mesh: Mesh, problem: str, label: str) -> None:
     raise_first([problem] if mesh.fake else exchange(mesh, problem, label), ValueError)
 
 
-def _entries_by_slot(slots: Iterable[Slot], found: Match) -> dict[Slot, Source]:
+def _entries_by_slot(slots: Iterable[Slot], found: Match) -> dict[Slot, WeightSource]:
     entries = {id(target.tensor): entry for target, entry in found.pairs if not target.is_buffer}
     return {slot: entries[id(slot.param)] for slot in slots if id(slot.param) in entries}
 
@@ -126,14 +126,14 @@ def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
     return problem
 
 
-def _read_lane(lane: Lane, entries: dict[int, Source], reader: Reader) -> None:
+def _read_lane(lane: Lane, entries: dict[int, WeightSource], reader: Reader) -> None:
     for segment in lane.segments:
         if segment.param in entries:
             for done, values in pieces(reader, entries[segment.param], segment.start, segment.numel):
                 lane.store_part(segment.offset + done, values)
 
 
-def _read_whole(value: Tensor, entry: Source, reader: Reader) -> None:
+def _read_whole(value: Tensor, entry: WeightSource, reader: Reader) -> None:
     value.copy_(whole(reader, entry))
 
 
@@ -166,7 +166,7 @@ def _load_plain(found: Match, reader: Reader) -> str:
     return ""
 
 
-def _read_plain(target: Target, entry: Source, reader: Reader) -> None:
+def _read_plain(target: Target, entry: WeightSource, reader: Reader) -> None:
     tensor = target.tensor
     if target.is_buffer:
         place = devices.default_device() if tensor.is_meta else tensor.device

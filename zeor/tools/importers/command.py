@@ -19,10 +19,10 @@ from typing import Any
 
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.tensorfile import TensorEntry, read_header
+from zeor.checkpoint.files.tensorfile import read_header
 from zeor.checkpoint.weights.outfiles import local_folder
 from zeor.tools.importers import deepspeed, state_dicts
-from zeor.tools.importers.foreign import Foreign, Value, value_of, write
+from zeor.tools.importers.foreign import Foreign, value_of, write
 
 KINDS = ("torch", "deepspeed", "dcp")
 _START = """\
@@ -126,7 +126,7 @@ class _Reader:
             tree = json.loads((place / "tree.json").read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: what was read of it is malformed ({error}).") from error
-        give: Any = (lambda key: table[key]) if entries else (lambda key: _named(table[key], f"{source}:{key}"))
+        give: Any = (lambda key: table[key]) if entries else (lambda key: value_of(table[key], f"{source}:{key}"))
         return plain.decode(tree, give)
 
     def _start(self, kind: str, source: Path, place: Path) -> None:
@@ -144,7 +144,3 @@ class _Reader:
             last = (done.stderr.strip().splitlines() or ["no word"])[-1]
             text = error_file.read_text() if error_file.is_file() else ""
             raise CheckpointError(text or f"{source}: the process that read it ended with {done.returncode} ({last}).")
-
-
-def _named(entry: TensorEntry, source: str) -> Value:
-    return value_of(entry, source)

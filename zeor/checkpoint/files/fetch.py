@@ -25,9 +25,9 @@ from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.hidden import Hidden
 from zeor.checkpoint.files.manifest import digest
 from zeor.checkpoint.files.names import name_of
+from zeor.checkpoint.files.opening import Opened
 from zeor.checkpoint.files.reading import Need, Wanted, spans, wanted_by_file
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.opening import Opened
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.comm.together import raise_first

@@ -4,6 +4,8 @@ Rank 0 finds the latest. Where every rank sees all of its files (a shared disk) 
 is an error. Otherwise each host has its own folder, and all tell what they have: the latest of which every file is
 somewhere is chosen. One that lacks all files of a host was not committed there, or the host is lost: an earlier one
 is taken if any is whole. One that lacks a file of a host that has others was damaged, and is refused.
+
+Another job may save to the folder meanwhile, and delete what is being loaded: then there is a newer one to load.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from zeor.checkpoint.files import store
+from zeor.checkpoint.files.branches import Complete, is_newer
 from zeor.checkpoint.files.commit import read_manifest
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import NAME, PARAM, FileInfo, Manifest, digest, parse
+from zeor.checkpoint.files.names import listed
 from zeor.checkpoint.files.urls import Place, Url
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
@@ -26,6 +31,9 @@ from zeor.comm.together import raise_first, together
 from zeor.comm.transfers import broadcast_bytes
 
 _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
+_MOST_TRIES = 10  # newer checkpoints that come while one is used
+
+_T = TypeVar("_T")
 
 log = logging.getLogger("zeor")
 
@@ -48,6 +56,27 @@ class _Look:
     @property
     def digest(self) -> str:
         return digest(self.manifest.to_bytes()) if self.manifest else ""
+
+
+def with_newest(mesh: Mesh, folder: Place, use: Callable[[], _T]) -> _T:
+    """What every rank does with the latest checkpoint of a folder. Where it fails, and a newer one has come since it
+    began, it is done again with that: the first one was most likely deleted meanwhile."""
+    for tries in range(1, _MOST_TRIES + 1):
+        before = store.latest(folder) if mesh.rank == 0 else None
+        try:
+            return use()
+        except CheckpointError as error:
+            if mesh.stuck or tries == _MOST_TRIES or not _has_newer(mesh, folder, before):
+                raise
+            if mesh.rank == 0:
+                log.warning("zeor: %s A newer checkpoint has come meanwhile, which is taken instead.", error)
+    raise AssertionError
+
+
+def _has_newer(mesh: Mesh, folder: Place, before: Complete | None) -> bool:
+    """Whether rank 0 sees one that was not there."""
+    newer = mesh.rank == 0 and is_newer(store.latest(folder), before)
+    return bool(exchange(mesh, newer, "look for a newer checkpoint")[0])
 
 
 def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
@@ -110,9 +139,8 @@ def _check_file(path: Place, manifest: Manifest, file: FileInfo) -> None:
 def _held(manifest: Manifest, files: list[str]) -> str:
     """Which parameters lost files take with them."""
     lost = {number for number, file in enumerate(manifest.files) if file.name in files}
-    names = [t.name for t in manifest.tensors if t.role == PARAM and any(p.file in lost for p in t.pieces)]
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f" It holds parts of parameters: {', '.join(map(repr, names[:10]))}{more}." if names else ""
+    names = [repr(t.name) for t in manifest.tensors if t.role == PARAM and any(p.file in lost for p in t.pieces)]
+    return f" It holds parts of parameters: {listed(names)}." if names else ""
 
 
 # ---- no shared disk
@@ -227,13 +255,12 @@ def _raise_lost(mesh: Mesh, folder: Place, mine: _Candidate | None, lost: list[s
     text = ""
     if mine is not None:
         path = folder / mine.name if mine.name else folder
-        named = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
         held = ""
         with contextlib.suppress(CheckpointError):  # gone by now; other ranks wait for this one
             held = _held(read_manifest(path), lost).replace(" It holds", " There are")
         text = (
-            f"{path} cannot be loaded: {named}: on no rank's disk.{held} Bring back the host that has them, or copy "
-            "them to any other."
+            f"{path} cannot be loaded: {listed(lost)}: on no rank's disk.{held} Bring back the host that has them, or "
+            "copy them to any other."
         )
     texts = exchange(mesh, text, "exchange about lost files of a checkpoint")
     raise CheckpointError(next(text for text in texts if text))
