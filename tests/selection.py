@@ -18,8 +18,8 @@ import pytest
 
 SOME: dict[str, dict[str, int]] = {
     "checkpoint/test_async.py": {"test_values_are_those_at_the_call_though_training_goes_on_at_once": 1},
-    "checkpoint/test_branches.py": {"test_ranks_and_hosts_agree_on_it": 1},
-    "checkpoint/test_export.py": {"test_every_stage_writes_the_plain_models_state_dict": 1},
+    "checkpoint/files/test_branches.py": {"test_ranks_and_hosts_agree_on_it": 1},
+    "checkpoint/weights/test_export.py": {"test_every_stage_writes_the_plain_models_state_dict": 1},
     "checkpoint/test_faults.py": {"test_whatever_call_fails_the_latest_loads_and_the_run_goes_on": 2},
     "checkpoint/test_kill.py": {"test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values": 3},
     "checkpoint/test_shortened.py": {"test_a_save_from_a_shortened_file_is_one_sentence": 1},
@@ -73,7 +73,7 @@ SOME: dict[str, dict[str, int]] = {
     "test_logging.py": {"test_the_users_own_logging_decides_how_it_looks": 0, "test_a_level_silences_it": 0},
     "test_teardown.py": {"test_shard_train_and_let_go_five_times_leaves_nothing": 3},
     "tools/test_cli.py": {"test_plan_says_what_fits_beside_a_gpu": 0},
-    "tools/test_import_tool.py": {
+    "tools/importers/test_import_tool.py": {
         "test_a_deepspeed_checkpoint_resumes_with_its_moments": 1,
         "test_a_dcp_checkpoint_of_fsdp2_resumes_at_another_world": 1,
     },

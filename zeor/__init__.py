@@ -24,10 +24,10 @@ from zeor.api import (
     traffic,
     unshard,
 )  # fmt: skip
-from zeor.checkpoint.background import Saving
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.preemption import Preempted, preempt
-from zeor.checkpoint.training import load, save
+from zeor.checkpoint.saver import Saving
 from zeor.comm.launch import RankError, launch
 from zeor.plan import Offload, Plan, Precision
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from zeor.checkpoint.export import export
-from zeor.checkpoint.pretrained import load_pretrained
+from zeor.checkpoint.weights.export import export
+from zeor.checkpoint.weights.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
 from zeor.comm.mesh import Mesh, make_mesh

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeor.checkpoint.disk import Disk
+from zeor.checkpoint.files.disk import Disk
 
 
 def fail(number: int) -> Callable[[], None]:

@@ -42,11 +42,11 @@ from tests.checkpoint import kept
 from tests.checkpoint.disks import FaultyDisk, die
 from tests.loops import FEATURES, net, own_loss
 from zeor.checkpoint import save as saving
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.health import Description, describe, verify
-from zeor.checkpoint.store import complete
-from zeor.checkpoint.training import load, save
-from zeor.checkpoint.urls import Place, place_of
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.store import complete
+from zeor.checkpoint.files.urls import Place, place_of
+from zeor.checkpoint.verify import Description, describe, verify
 from zeor.comm import stuck
 from zeor.runtime.sharded import state_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeor.checkpoint.manifest import digest
+from zeor.checkpoint.files.manifest import digest
 
 
 def nested(depth: int) -> Any:

@@ -19,12 +19,14 @@ import torch
 
 import zeor
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint import background, progress, room, staging
-from zeor.checkpoint.commit import complete
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint import progress, room, saver, staging
+from zeor.checkpoint import save as saving
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.commit import complete
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.writer import Source
+from zeor.checkpoint.run import run_of
 from zeor.checkpoint.snapshot import HostBlocks
-from zeor.checkpoint.training import load, run_of, save
-from zeor.checkpoint.writer import Source
 
 
 class Gate:
@@ -32,14 +34,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
-        write = background.write
+        write = saving.write
 
         def held(*args: Any) -> Path:
             self.entered.set()
             assert self.open.wait(60)
             return write(*args)
 
-        monkeypatch.setattr(background, "write", held)
+        monkeypatch.setattr(saving, "write", held)
 
 
 def train_on(folder: str, stage: int) -> Any:
@@ -55,7 +57,7 @@ def train_on(folder: str, stage: int) -> Any:
     losses = [steps(*run, range(3, 6)) for run in (first, second)]
     paths = [each.wait() for each in saves]
     assert all(each.done for each in saves) and paths[0].name == "step-000000000003"
-    blocks = background.saver_of(run_of(*first[:2])).blocks
+    blocks = saver.saver_of(run_of(*first[:2])).blocks
     held = blocks.nbytes
     save(f"{folder}/0", *first[:2], step=6, asynchronous=True).wait()
     assert blocks.nbytes == held > 0
@@ -154,7 +156,7 @@ def test_what_one_rank_cannot_save_is_told_to_all(ranks, tmp_path: Path) -> None
 
 AT_EXIT = """
 import sys, torch, zeor
-from zeor.checkpoint.training import save
+from zeor.checkpoint.api import save
 for folder in sys.argv[1:]:
     model = torch.nn.Linear(300, 300)
     model, optimizer = zeor.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
@@ -205,11 +207,12 @@ def test_short_memory_makes_it_a_save_at_once_with_a_warning(
         saving = save(tmp_path, model, optimizer, step=1, asynchronous=True)
     assert saving.done and saving.wait() == tmp_path / "step-000000000001"
     assert "written at once instead" in caplog.text
-    assert background.saver_of(run_of(model, optimizer)).blocks.nbytes == 0
+    assert saver.saver_of(run_of(model, optimizer)).blocks.nbytes == 0
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:
-    everyone = [room.Asked("a", 40, 100), room.Asked("a", 40, 90), room.Asked("b", 40, 100), room.Asked("c", 9, None)]
+    given: list[Any] = [("a", 40, 100), ("a", 40, 90), ("b", 40, 100), ("c", 9, None)]
+    everyone = [room.MemoryRequest(*each) for each in given]
     assert room.short_of(everyone, 0.8) == {"a": (80, 90)}
     assert room.short_of(everyone, 0.9) == {}
     free = room.free_host_nbytes()
@@ -220,8 +223,8 @@ def test_a_long_save_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.001)
     monkeypatch.setattr(progress.log, "info", lambda text, *args: lines.put(text % args))
-    silent = progress.Progress("another rank", 1, shown=False)
-    with silent, progress.Progress("saving step 5", 4 * 10**9, shown=True) as shown:
+    silent = progress.SaveProgress("another rank", 1, shown=False)
+    with silent, progress.SaveProgress("saving step 5", 4 * 10**9, shown=True) as shown:
         shown.add(1_000_000_000)
         while not lines.empty():
             lines.get()  # of before

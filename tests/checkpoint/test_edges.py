@@ -12,10 +12,10 @@ from torch import nn
 
 import zeor
 from tests.checkpoint.test_reshard import make
-from zeor.checkpoint.blocks import BlockReader
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import FileInfo, digest
-from zeor.checkpoint.training import load, save
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.blocks import BlockReader
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import FileInfo, digest
 from zeor.memory.buffers import lasting
 
 

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from tests.checkpoint.disks import FaultyDisk, ShortDisk, fail
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint.commit import complete
-from zeor.checkpoint.disk import DISK, Disk
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.save import collect, write
-from zeor.checkpoint.training import load, run_of, save
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.commit import complete
+from zeor.checkpoint.files.disk import DISK, Disk
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.run import run_of
+from zeor.checkpoint.save import Destination, collect, write
 
 NUMBERS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE)
 WAYS = ((False, False), (True, False), (False, True))  # after its work; at every later call too
@@ -69,7 +70,7 @@ class Trials:
         """What was raised, if anything."""
         run = run_of(self.model, self.optimizer)
         try:
-            write(run, collect(run, None, None), self.folder, step, self.keep, disk)
+            write(run.mesh, run.lineage, collect(run, None, None), Destination(self.folder, step, self.keep), disk)
             return ""
         except CheckpointError as error:
             return str(error)
@@ -196,7 +197,7 @@ def test_a_folder_that_vanishes_in_the_middle_is_a_clear_error_and_comes_back(tm
     model, optimizer = run_once()
     folder, run = tmp_path / "lost", run_of(model, optimizer)
     with pytest.raises(CheckpointError, match="No such file or directory"):
-        write(run, collect(run, None, None), folder, 1, 3, VanishingDisk(folder))
+        write(run.mesh, run.lineage, collect(run, None, None), Destination(folder, 1, 3), VanishingDisk(folder))
     assert not folder.exists()
     assert save(folder, model, optimizer, step=2).is_dir()
 

@@ -21,10 +21,10 @@ from tests.checkpoint.disks import FaultyDisk, fail
 from tests.checkpoint.test_faults import NUMBERS, WAYS, WAYS_TAKEN, faults, same
 from tests.checkpoint.test_reshard import everything, make, steps
 from zeor.checkpoint import save as saving
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.store import complete
-from zeor.checkpoint.training import load, save
-from zeor.checkpoint.urls import Place, place_of
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.store import complete
+from zeor.checkpoint.files.urls import Place, place_of
 
 KEEP = 2
 

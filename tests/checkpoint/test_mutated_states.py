@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import zeor
 from tests.checkpoint.mutants import mutated_state, signed
-from zeor.checkpoint import manifest as manifests
-from zeor.checkpoint import plain
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.training import load, save
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files import manifest as manifests
+from zeor.checkpoint.files import plain
+from zeor.checkpoint.files.errors import CheckpointError
 from zeor.layout.boxes import whole
 from zeor.runtime.sharded import state_of
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint import background
-from zeor.checkpoint.commit import complete
-from zeor.checkpoint.errors import CheckpointError
+from zeor.checkpoint import save as writing
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.commit import complete
+from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.preemption import Preempted, preempt
-from zeor.checkpoint.training import load, save
 
 
 def told(folder: str, who: list[int], signals: list[str]) -> Any:
@@ -56,7 +56,7 @@ def test_all_ranks_save_the_same_step_whoever_was_signalled(ranks, tmp_path: Pat
 
 def told_after(folder: str, how: str) -> Any:
     """Rank 1 gets the signal after an asynchronous save that failed, or while one is under way."""
-    run, gate, write, lines = make(2), threading.Event(), background.write, []
+    run, gate, write, lines = make(2), threading.Event(), writing.write, []
     Path(folder, "file").touch()
 
     def held(*args: Any) -> Any:
@@ -66,7 +66,7 @@ def told_after(folder: str, how: str) -> Any:
 
     with (
         preempt(folder, *run[:2], exit_code=None) as stop,
-        patch.object(background, "write", held),
+        patch.object(writing, "write", held),
         patch.object(logging.getLogger("zeor"), "handle", lambda record: lines.append(record.getMessage())),
     ):
         saving = save(f"{folder}/file" if how == "failed" else folder, *run[:2], step=1, asynchronous=True)
@@ -96,7 +96,7 @@ SCRIPT = """
 import logging, os, sys, threading
 import torch, zeor
 from zeor.checkpoint.preemption import preempt
-from zeor.checkpoint.training import save
+from zeor.checkpoint.api import save
 torch.set_num_threads(1)
 folder, within, stuck = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "stuck"
 torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 import zeor
 from tests.covering import PAIRS, Row
 from tests.loops import net, own_loss
-from zeor.checkpoint.training import load, save
+from zeor.checkpoint.api import load, save
 from zeor.runtime.sharded import state_of
 
 SAVED, MORE = 3, 3

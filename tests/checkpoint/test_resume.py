@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import zeor
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.training import load, save
+from zeor.checkpoint.api import load, save
+from zeor.checkpoint.files.errors import CheckpointError
 
 SAMPLES, SAVED, MORE = 27, 3, 8  # saved in mid-epoch; what follows reaches into the next epoch
 

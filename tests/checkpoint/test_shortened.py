@@ -14,7 +14,7 @@ import os, pathlib, sys
 import torch
 import zeor
 from tests.tiers import made, one_step
-from zeor.checkpoint import background, contents
+from zeor.checkpoint import contents, saver
 
 root, moments, when = sys.argv[1:]
 options = {} if moments == "exact" else {"moments": moments}
@@ -31,12 +31,12 @@ def shorten():
 if when == "before":
     shorten()
 else:  # what is to be written is known, and nothing of it is read yet
-    real = background.saving.collect
+    real = saver.saving.collect
     def collect(*given):
         found = real(*given)
         shorten()
         return found
-    background.saving.collect = collect
+    saver.saving.collect = collect
 try:
     zeor.save(f"{root}/saved", model, optimizers[0], step=2, asynchronous=when == "asynchronous")
 except (zeor.CheckpointError, RuntimeError) as error:

@@ -10,7 +10,7 @@ import torch
 
 import zeor
 from tests import loops
-from zeor.checkpoint.training import save
+from zeor.checkpoint.api import save
 from zeor.tools import cli
 
 

@@ -11,7 +11,7 @@ import torch
 
 from zeor.tools import train
 from zeor.tools.plan import ROLES
-from zeor.tools.train import Settings, run_rank
+from zeor.tools.train import TrainSettings, run_rank
 
 Ranks = Callable[..., list[train.Result]]
 
@@ -25,7 +25,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_a_small_run_learns_and_measures(ranks: Ranks, text: Path) -> None:
-    settings = Settings(steps=30, layers=2, width=32, batch=8, lr=1e-2, text=text)
+    settings = TrainSettings(steps=30, layers=2, width=32, batch=8, lr=1e-2, text=text)
     first, second = ranks(run_rank, 2, settings)
     assert first.loss_after < first.loss_before - 1
     assert (first.loss_before, first.loss_after, first.sample) == (
@@ -80,7 +80,7 @@ def test_bundled_text_is_there_and_clean() -> None:
 
 
 def test_windows_pair_each_token_with_the_next() -> None:
-    windows = train.Windows(torch.arange(200), stride=10)
+    windows = train.TokenWindows(torch.arange(200), stride=10)
     x, y = windows[len(windows) - 1]
     assert x.shape == y.shape == (train.CONTEXT,)
     assert torch.equal(x + 1, y)

@@ -9,35 +9,31 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeor.checkpoint import plain
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import Stored
-from zeor.checkpoint.writer import Source
+from zeor.checkpoint.files import plain
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import PARAM, Stored, role_of
+from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
 from zeor.optim.pieces import Piece
 from zeor.runtime.discover import named_owners
-from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot
 
 log = logging.getLogger("zeor")
 
-PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"
 COMPLETE = "complete"  # every parameter that trains has state or an entry without any: what is missing was lost
 
 
 @dataclass
-class Told:
+class WrittenTensor:
     """A tensor this rank writes boxes of."""
 
     shape: tuple[int, ...]
@@ -50,20 +46,20 @@ class Contents:
 
     def __init__(self) -> None:
         self.sources: list[Source] = []
-        self.told: dict[tuple[str, str], Told] = {}
+        self.written: dict[tuple[str, str], WrittenTensor] = {}
         self.values: dict[str, Any] = {}
 
     def add_range(
         self, what: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype, start: int, read: _Once
     ) -> None:
         """Elements of a flattened tensor from `start` on, as many as `read()` gives."""
-        told = self.told.setdefault(what, Told(shape, plain.dtype_name(dtype)))
-        stored = Stored(*what, shape, told.dtype, [])
+        tensor = self.written.setdefault(what, WrittenTensor(shape, plain.dtype_name(dtype)))
+        stored = Stored(*what, shape, tensor.dtype, [])
         at = 0
         for box in boxes_of_range(shape, start, start + read.numel):
             end = at + box.numel
             self.sources.append(Source(stored.key(box), dtype, box.length, functools.partial(read, at, end)))
-            told.boxes.append(box)
+            tensor.boxes.append(box)
             at = end
 
     def add_whole(self, what: tuple[str, str], value: Tensor) -> None:
@@ -74,7 +70,7 @@ class Contents:
         """JSON for a value; its large tensors are written under this role."""
 
         def store(where: str, tensor: Tensor) -> str:
-            while (role, where) in self.told:  # {"a/b": ...} beside {"a": {"b": ...}}
+            while (role, where) in self.written:  # {"a/b": ...} beside {"a": {"b": ...}}
                 where += "'"
             self.add_whole((role, where), tensor)
             return where
@@ -84,7 +80,7 @@ class Contents:
     def described(self) -> dict[str, Any]:
         tensors = [
             [role, name, list(t.shape), t.dtype, [[list(b.begin), list(b.length)] for b in t.boxes]]
-            for (role, name), t in self.told.items()
+            for (role, name), t in self.written.items()
         ]
         return {"tensors": tensors, "values": self.values}
 
@@ -108,12 +104,12 @@ class _Once:
 # ---- parameters and buffers
 
 
-def add_parameters(contents: Contents, engine: Engine, names: Mapping[int, str]) -> None:
+def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int, str]) -> None:
     """The exact value of every parameter, in this rank's slice of it. `names`: by id of the user's parameter."""
-    for slot in engine.slots:
+    for slot in slots:
         lane = slot.lane
         dtype = lane.key.master_dtype or lane.key.compute_dtype
-        for segment in lane.layout.segments(engine.mesh.rank):
+        for segment in lane.layout.segments(lane.mesh.rank):
             if segment.param == slot.index:
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
                 contents.add_range((PARAM, names[id(slot.param)]), slot.shape, dtype, segment.start, read)
@@ -161,32 +157,29 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 # ---- optimizers
 
 
-def role_of(number: int, key: Iterable[str | int]) -> str:
-    return f"optimizer.{number}.{'/'.join(map(str, key))}"
-
-
-def add_optimizer(contents: Contents, number: int, stepper: Any, names: Mapping[int, str]) -> None:
+def add_optimizer(
+    contents: Contents, number: int, stepper: Any, slots: Sequence[Slot], names: Mapping[int, str]
+) -> None:
     """Its groups by parameter name, its counters, its element-wise state in this rank's part, an owner's whole."""
-    engine: Engine = stepper.engine
-    slots = {slot.name: slot for slot in engine.slots}
+    by_name = {slot.name: slot for slot in slots}
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
-    told: set[str] = set()
+    with_state: set[str] = set()
     for piece in stepper.pieces():
-        slot = slots[piece.name]
+        slot = by_name[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
-        told.add(name)
+        with_state.add(name)
         keys[role] = list(piece.key)
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece)
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
-            if not slot.lane.updates_whole or engine.mesh.rank == 0:
+            if not slot.lane.updates_whole or slot.lane.mesh.rank == 0:
                 contents.add_whole((role, name), piece.value)
         else:
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
             scalars.setdefault(name, []).append([list(piece.key), value])
     for param in (param for group in stepper.optimizer.param_groups for param in group["params"]):
-        if stepper.segments.of(param) is not None and names[id(param)] not in told:
+        if stepper.segments.of(param) is not None and names[id(param)] not in with_state:
             scalars[names[id(param)]] = []  # it has had no gradient yet: see COMPLETE
     contents.values.setdefault("optimizers", []).append(
         {
@@ -222,35 +215,19 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
     }
 
 
-def add_average(contents: Contents, key: str, average: Any, engine: Engine, names: Mapping[int, str]) -> dict[str, int]:
+def add_average(
+    contents: Contents, key: str, average: Any, slots: Sequence[Slot], names: Mapping[int, str]
+) -> dict[str, int]:
     """A zeor.ema, cut like the parameters. Returns its plain state."""
-    slots = {slot.name: slot for slot in engine.slots}
+    by_name = {slot.name: slot for slot in slots}
     for piece in average.pieces():
-        slot = slots[piece.name]
+        slot = by_name[piece.name]
         read = _Once(piece.value.numel(), lambda value=piece.value: value)  # type: ignore[misc]
         contents.add_range((f"ema.{key}", names[id(slot.param)]), slot.shape, piece.value.dtype, piece.begin, read)
     return {"updates": average.updates}
 
 
 # ---- everything else
-
-
-def add_rng(contents: Contents, rank: int, device: torch.device) -> None:
-    """The generators of this rank: they come back where the world is the same."""
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": _numpy_state(),
-    }
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
-    state["python"] = (state["python"][0], torch.tensor(state["python"][1]), state["python"][2])
-    contents.values["rng"] = contents.encode(RNG, f"rank {rank}", state)
-
-
-def _numpy_state() -> Any:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    return (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss))
 
 
 def state_of_object(value: Any, where: str) -> Any:

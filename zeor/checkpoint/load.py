@@ -1,10 +1,10 @@
 """load(): a checkpoint of any world, stage and precision into this run; each rank reads what it keeps.
 
 1. Rank 0 finds the checkpoint; every rank reads the manifest, and all agree that it is the same and that it fits
-   (opening.py). What only other hosts have is fetched from them (fetching.py).
+   (opening.py). What only other hosts have is fetched from them (fetch.py).
 2. Every rank reads and verifies what it needs into memory of its own, the device's or the host's; where both are short,
    it verifies only, and reads again in step 4, a little at a time.
-3. Schedulers, scalers and loaders take their states, or all are put back (attached.py). All ranks agree that nothing
+3. Schedulers, scalers and loaders take their states, or all are put back (extras.py). All ranks agree that nothing
    was wrong. Until here nothing of the run has changed.
 4. The values go where they belong: through masters, to optimizers, generators.
 """
@@ -19,36 +19,30 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import plain, staging
-from zeor.checkpoint.attached import Attached
-from zeor.checkpoint.doubt import (
-    Paths,
-    check_entry,
-    check_members,
-    check_rng,
-    check_roles,
-    check_scalar,
-    checked_settings,
-    no_stored,
-)
-from zeor.checkpoint.errors import CheckpointError, lost_peers
-from zeor.checkpoint.fetching import Files
-from zeor.checkpoint.manifest import Stored
-from zeor.checkpoint.matching import kind_of
-from zeor.checkpoint.opening import Opened, open_checkpoint, together, with_newest
-from zeor.checkpoint.reading import Need, need
-from zeor.checkpoint.resuming import position_of, set_rng
+from zeor.checkpoint import manifest_checks as checks
+from zeor.checkpoint import staging
+from zeor.checkpoint.extras import Attached, position_of
+from zeor.checkpoint.files import plain
+from zeor.checkpoint.files.errors import CheckpointError, lost_peers
+from zeor.checkpoint.files.fetch import Files
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Stored, role_of
+from zeor.checkpoint.files.names import listed
+from zeor.checkpoint.files.opening import Opened, open_checkpoint, with_newest
+from zeor.checkpoint.files.reading import Need
+from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.generators import check_rng, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
-from zeor.checkpoint.save import Run
+from zeor.checkpoint.run import TrainingRun
 from zeor.checkpoint.staging import Staging
-from zeor.checkpoint.states import States, Told, check_count, is_counter
-from zeor.checkpoint.urls import Place
+from zeor.checkpoint.state_checks import States, UnreadTensor, check_count, is_counter
+from zeor.checkpoint.weights.matching import kind_of
+from zeor.comm.together import together
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.pieces import Key, Piece
 from zeor.runtime.unit import Slot
 
-IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/foreign.py
+IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py
 ALIKE = {"Adam", "AdamW"}  # the same state
 _MALFORMED = (
     LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError, AssertionError,
@@ -69,15 +63,15 @@ class Loaded(NamedTuple):
 class Load:
     """One load into one run."""
 
-    def __init__(self, run: Run, opened: Opened, files: Files, strict: bool):
+    def __init__(self, run: TrainingRun, opened: Opened, files: Files, strict: bool):
         self.run, self.strict, self._files = run, strict, files
         self.path, self.manifest = opened.path, opened.manifest
         self._stored = self.manifest.by_key()
         for name in parts.persistent_buffers(run.model):  # a state dict of others does not say what is a buffer
-            if (parts.PARAM, name) in self._stored and (parts.BUFFER, name) not in self._stored:
-                self._stored[parts.BUFFER, name] = self._stored.pop((parts.PARAM, name))
+            if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
+                self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.engine.slots)
+        alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.slots)
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
@@ -99,8 +93,7 @@ class Load:
         saved = self.extra()
         lacking = [key for key in extra if key not in saved]
         if self.strict and lacking:
-            listed = _listed("extra", lacking)
-            raise CheckpointError(f"{self.path} lacks {listed}; leave it out, or pass strict=False.")
+            raise CheckpointError(f"{self.path} lacks {_listed('extra', lacking)}; leave it out, or pass strict=False.")
         if data:
             self.position()
         self._check_rng()
@@ -128,11 +121,11 @@ class Load:
 
     def _want_whole(self, name: str) -> Tensor:
         """A stored tensor of a plain value; read with everything else, so that what stands here now is empty."""
-        for role in (parts.EXTRA, parts.RNG):
+        for role in (EXTRA, RNG):
             stored = self._stored.get((role, name))
             if stored is not None:
                 if (role, name) not in self._needs:
-                    self._needs[role, name] = need(stored, 0, torch.Size(stored.shape).numel())
+                    self._needs[role, name] = Need(stored, 0, torch.Size(stored.shape).numel())
                 return self._needs[role, name].into.view(stored.shape)
         raise CheckpointError(f"{self.path}: the manifest speaks of {str(name)[:80]!r}, a tensor it does not hold.")
 
@@ -143,31 +136,31 @@ class Load:
         others: dict[str, list[str]] = {}
         for other, name in self.run.aliases.items():
             others.setdefault(name, []).append(other)
-        for slot in self.run.engine.slots:
+        for slot in self.run.slots:
             name = self.run.names[id(slot.param)]
             names = [name, *others.get(name, ()), *(aliases[n] for n in [name, *others.get(name, ())] if n in aliases)]
-            found = next((n for n in names if (parts.PARAM, n) in self._stored), None)
+            found = next((n for n in names if (PARAM, n) in self._stored), None)
             if found is None:
                 self.missing.append(name)
                 continue
             known.update(names)
-            stored = self._stored[parts.PARAM, found]
+            stored = self._stored[PARAM, found]
             self._check_fit(found, stored, slot.shape, slot.dtype)
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     take = functools.partial(self._put_parameter, slot, segment)
-                    each = need(stored, segment.start, segment.numel, self.run.mesh.device)
+                    each = Need(stored, segment.start, segment.numel, self.run.mesh.device)
                     self.staging.add(each, take)
         for name, param in self.run.plain_params.items():
             known.add(name)
-            self._plan_whole(parts.PARAM, name, param)
-        self.unexpected += [n for role, n in self._stored if role == parts.PARAM and n not in known]
+            self._plan_whole(PARAM, name, param)
+        self.unexpected += [n for role, n in self._stored if role == PARAM and n not in known]
 
     def _plan_buffers(self) -> None:
         buffers = parts.persistent_buffers(self.run.model)
         for name, buffer in buffers.items():
-            self._plan_whole(parts.BUFFER, name, buffer)
-        self.unexpected += [n for role, n in self._stored if role == parts.BUFFER and n not in buffers]
+            self._plan_whole(BUFFER, name, buffer)
+        self.unexpected += [n for role, n in self._stored if role == BUFFER and n not in buffers]
 
     def _plan_whole(self, role: str, name: str, tensor: Tensor) -> None:
         """A plain tensor of the model, the same on every rank."""
@@ -177,7 +170,7 @@ class Load:
         else:
             self._check_fit(name, stored, tuple(tensor.shape), tensor.dtype)
             take = functools.partial(_copy, tensor)
-            self.staging.add(need(stored, 0, tensor.numel(), tensor.device), take)
+            self.staging.add(Need(stored, 0, tensor.numel(), tensor.device), take)
 
     def _check_fit(self, name: str, stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if stored.shape != shape:
@@ -206,7 +199,7 @@ class Load:
         for number, stepper in enumerate(self.run.steppers):
             self._pieces[number] = []
             self._settings.append([])
-            check_entry(str(self.path), number, saved[number])
+            checks.check_entry(str(self.path), number, saved[number])
             if self._is_alike(number, stepper, saved[number]):
                 matched = self._matched_groups(number, stepper, saved[number])
                 self._settings[number] = self._new_settings(stepper.optimizer, saved[number], matched)
@@ -224,8 +217,8 @@ class Load:
             if old is None:
                 found.append({})
                 continue
-            settings = plain.decode(old["settings"], no_stored(where))
-            found.append(checked_settings(where, group, defaults, settings, complete))
+            settings = plain.decode(old["settings"], checks.no_stored(where))
+            found.append(checks.checked_settings(where, group, defaults, settings, complete))
         return found
 
     def _is_alike(self, number: int, stepper: Any, saved: dict[str, Any]) -> bool:
@@ -262,8 +255,8 @@ class Load:
 
     def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""
-        check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
-        check_members(str(self.path), number, self._stored, saved)
+        checks.check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
+        checks.check_members(str(self.path), number, self._stored, saved)
         states = States(str(self.path), stepper.optimizer, self._settings[number], self.run.mesh.device)
         for group, members in enumerate(stepper.optimizer.param_groups):
             for param in members["params"]:
@@ -275,23 +268,24 @@ class Load:
         pieces, slot = self._pieces[number], stepper.segments.slots[id(param)]
         name, mine, where = self.run.names[id(slot.param)], stepper.segments.of(param), stepper.segments.at(param)
         stored = self._state_tensors(number, saved["keys"], name)
-        told: dict[Key, Any] = {key: Told(each.shape, plain.DTYPES[each.dtype]) for key, each in stored.items()}
-        paths = Paths(str(self.path))
+        state: dict[Key, Any] = {key: UnreadTensor(t.shape, plain.DTYPES[t.dtype]) for key, t in stored.items()}
+        paths = checks.Paths(str(self.path))
         for key in stored:
             paths.take(list(key))
         for key, value in saved["scalars"].get(name, ()):
-            told[paths.take(key)] = check_scalar(str(self.path), plain.decode(value, no_stored(str(self.path))))
-        if not told:
+            decoded = plain.decode(value, checks.no_stored(str(self.path)))
+            state[paths.take(key)] = checks.check_scalar(str(self.path), decoded)
+        if not state:
             self._check_begins_anew(name, saved)
-        for path, value in check(name, slot.shape, mine, told).items():
-            if not isinstance(value, Told):
+        for path, value in check(name, slot.shape, mine, state).items():
+            if not isinstance(value, UnreadTensor):
                 pieces.append(Piece(slot.name, path, None, value))
                 continue
-            each, begin = need(stored[path], 0, torch.Size(value.shape).numel()), None
+            each, begin = Need(stored[path], 0, torch.Size(value.shape).numel()), None
             if is_counter(path, value):
                 self._counters.append((name, path, each))
             elif value.shape == slot.shape:
-                each, begin = need(stored[path], where.start, where.numel, mine.device), where.start
+                each, begin = Need(stored[path], where.start, where.numel, mine.device), where.start
             self.staging.add_piece(each, pieces, slot.name, path, begin, value.dtype)
 
     def _state_tensors(self, number: int, keys: dict[str, Any], name: str) -> dict[Key, Stored]:
@@ -300,23 +294,21 @@ class Load:
         for role, key in keys.items():
             stored = self._stored.get((role, name))
             if stored is not None:
-                path = Paths(str(self.path)).take(key)
-                if role != parts.role_of(number, path):
+                path = checks.Paths(str(self.path)).take(key)
+                if role != role_of(number, path):
                     raise CheckpointError(f"{self.path}: {role!r} is not where {key} of an optimizer lies.")
                 found[path] = stored
         return found
 
     def _check_begins_anew(self, name: str, saved: dict[str, Any]) -> None:
         """There is no state of a parameter: then it had none when it was saved, or was not trained."""
-        params = self.manifest.state.get("params")
-        about = params.get(name) if isinstance(params, dict) else None
-        trained = isinstance(about, dict) and about.get("trains") is True
+        trained = self.manifest.params.get(name, {}).get("trains") is True
         was_there = any(name in group["params"] for group in saved["groups"])
         if saved.get(parts.COMPLETE) is True and trained and was_there and name not in saved["scalars"]:
             raise CheckpointError(f"{self.path} lacks the optimizer's state of {name!r}.")
 
     def _plan_average(self, key: str, average: EMA) -> None:
-        slots = {slot.name: slot for slot in self.run.engine.slots}
+        slots = {slot.name: slot for slot in self.run.slots}
         names = {mine.name: self.run.names[id(slots[mine.name].param)] for mine in average.pieces()}
         lacking = [name for name in names.values() if (f"ema.{key}", name) not in self._stored]
         if lacking and self.strict:
@@ -331,7 +323,7 @@ class Load:
             assert mine.begin is not None  # averages are made of parameters' elements
             slot = slots[mine.name]
             self._check_fit(names[mine.name], self._stored[f"ema.{key}", names[mine.name]], slot.shape, slot.dtype)
-            each = need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
+            each = Need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
         about = self.extra().get(key)
         updates = about.get("updates") if isinstance(about, dict) else None
@@ -359,7 +351,7 @@ class Load:
 
     def fill(self) -> None:
         """This rank's part of everything; no rank waits for another in here."""
-        self.run.engine.drain()
+        self.run.drain()
         for stepper in self.run.steppers:
             stepper.clear_state()
         self.staging.fill(after_batch=self._put_pieces)
@@ -367,7 +359,7 @@ class Load:
 
     def _put_parameter(self, slot: Slot, segment: Segment, values: Tensor) -> None:
         slot.lane.store_part(segment.offset, values)
-        self.run.engine.unfilled.fill(slot)
+        self.run.unfilled.fill(slot)
 
     def _put_pieces(self) -> None:
         for number, pieces in self._pieces.items():
@@ -381,12 +373,9 @@ class Load:
     @torch.no_grad()
     def publish(self) -> None:
         """What was filled in, to the other ranks where they read it; then the optimizers' settings."""
-        engine = self.run.engine
-        for unit in engine.units:
+        for unit in self.run.units:
             for lane in unit.lanes:
-                if engine.mesh.world > 1 and not lane.frees and not lane.updates_whole:
-                    lane.start_gather(f"gather of unit {unit.name!r} after loading")
-                    lane.wait()
+                self.run.publish(unit, lane)
                 lane.changed()  # a graph made before is stale
         for stepper, settings in zip(self.run.steppers, self._settings):
             self._set_groups(stepper, settings)
@@ -420,14 +409,14 @@ class Load:
             set_rng(self._rng(), self.run.mesh.device)
 
 
-def load(run: Run, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
+def load(run: TrainingRun, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
     """The steps at the top of this file."""
 
     def once() -> Loaded:
         opened = open_checkpoint(run.mesh, folder)
         with Files(run.mesh, opened) as files:
             loaded = _load(Load(run, opened, files, strict), files, extra, data)
-        run.line.loaded(opened.path, opened.manifest)
+        run.lineage.loaded(opened.path, opened.manifest)
         return loaded
 
     return with_newest(run.mesh, folder, once)
@@ -439,25 +428,26 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     others = {k: v for k, v in (extra or {}).items() if k not in averages and hasattr(v, "load_state_dict")}
     attached = Attached(path, others, data)
 
+    def agreed(do: Callable[[], None], label: str) -> None:
+        together(mesh, lambda: _guarded(do, path), label, CheckpointError)
+
     def plan() -> None:
         attached.check()
         this.plan(averages, others, data is not None)
 
-    together(mesh, lambda: _guarded(plan, path), "exchange about whether a checkpoint fits")
+    agreed(plan, "exchange about whether a checkpoint fits")
     files.fetch(this.needs)
     short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
-    read = functools.partial(this.read, short)
-    together(mesh, lambda: _guarded(read, path), "exchange about the reading of a checkpoint")
+    agreed(functools.partial(this.read, short), "exchange about the reading of a checkpoint")
     found = _guarded(this.extra, path)
     position = this.position() if data is not None else None
     try:
-        take = functools.partial(attached.take, found, position)
-        together(mesh, lambda: _guarded(take, path), "exchange about schedulers and loaders")
+        agreed(functools.partial(attached.take, found, position), "exchange about schedulers and loaders")
     except BaseException:
         attached.put_back()
         raise
     with lost_peers(mesh, f"Loading {path}", "The run is changed in part; load once more."):
-        together(mesh, lambda: _guarded(this.fill, path), "exchange about the filling in of a checkpoint")
+        agreed(this.fill, "exchange about the filling in of a checkpoint")
         this.publish()
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
@@ -480,7 +470,4 @@ def _guarded(do: Callable[[], Any], path: Place) -> Any:
 
 
 def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{what}: {', '.join(map(repr, names[:10]))}{more}"
+    return f"{what}: {listed([repr(name) for name in names])}" if names else ""

@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeor.checkpoint import training
-from zeor.checkpoint.background import saver_of
+from zeor.checkpoint import api
 from zeor.checkpoint.contents import Contents
-from zeor.checkpoint.opening import everywhere
-from zeor.checkpoint.save import Run, add_extra
-from zeor.checkpoint.urls import Place
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.run import TrainingRun, run_of
+from zeor.checkpoint.save import add_extra
+from zeor.checkpoint.saver import saver_of
 from zeor.comm.meeting import meet
 from zeor.comm.stuck import explain
+from zeor.comm.together import everywhere
 
 AnySignal = str | int  # its name or number
 
@@ -57,9 +59,9 @@ class What:
     data: Any
     keep: int | None
 
-    def check(self, run: Run) -> None:
+    def check(self, run: TrainingRun) -> None:
         """Raise what a save would, now. A loader's state_dict() is not called: torchdata's begins an epoch then."""
-        training.checked("zeor.preempt", self.folder, self.extra, self.data, self.keep)
+        api.checked("zeor.preempt", self.folder, self.extra, self.data, self.keep)
         add_extra(Contents(), run, self.extra or {})
 
 
@@ -71,7 +73,7 @@ class Preemption:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
-        run = training.run_of(what.model, what.optimizer)
+        run = run_of(what.model, what.optimizer)
         self._what, self._mesh, self._within, self._exit_code = what, run.mesh, within, exit_code
         self._before: dict[signal.Signals, Any] = {}
         self._noted: float | None = None  # when the signal came, by time.monotonic()
@@ -79,7 +81,7 @@ class Preemption:
         self._saved = False
         self._arm(self._checked(run, signals))
 
-    def _checked(self, run: Run, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
+    def _checked(self, run: TrainingRun, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
         """The signals. What is wrong on one rank is raised on all: none trains on with others that have gone."""
 
         def check() -> list[signal.Signals]:
@@ -88,7 +90,7 @@ class Preemption:
             self._what.check(run)
             return _signals(signals)
 
-        return list(everywhere(run.mesh, check, "agreement on the arguments of zeor.preempt"))
+        return list(everywhere(run.mesh, check, "agreement on the arguments of zeor.preempt", CheckpointError))
 
     def _arm(self, signals: Iterable[signal.Signals]) -> None:
         for each in signals:
@@ -119,8 +121,8 @@ class Preemption:
     def check(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """At the end of every step, on every rank: `step` is how many are done. Returns at once, unless some rank was
         told to stop; then it saves and does not return. `extra` is added to what zeor.preempt was given."""
-        training.check_step("check", step)
-        training.check_extra("check", extra)
+        api.check_step("check", step)
+        api.check_extra("check", extra)
         waited = self._agree(step)
         if waited is None:
             return
@@ -129,8 +131,8 @@ class Preemption:
             self._watch()
         log.warning("zeor: told to stop; saving step %d.", step)
         what, both = self._what, {**(self._what.extra or {}), **(extra or {})}
-        saver_of(training.run_of(what.model, what.optimizer)).pass_over_last(step)
-        path = training.save(
+        saver_of(run_of(what.model, what.optimizer)).pass_over_last(step)
+        path = api.save(
             what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep
         )
         self._saved = True

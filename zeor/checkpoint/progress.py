@@ -12,7 +12,7 @@ EVERY_SECONDS = 10.0
 log = logging.getLogger("zeor")
 
 
-class Progress:
+class SaveProgress:
     """Within it, `add` counts the bytes of rank 0's file that are written; any thread may call it."""
 
     def __init__(self, what: str, total_nbytes: int, shown: bool) -> None:
@@ -21,7 +21,7 @@ class Progress:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._begin = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> SaveProgress:
         if self._shown:
             threading.Thread(target=self._watch, daemon=True, name="zeor-progress").start()
         return self

@@ -17,7 +17,7 @@ from zeor.comm.mesh import Mesh
 from zeor.memory.host import free_host_nbytes
 
 
-class Asked(NamedTuple):
+class MemoryRequest(NamedTuple):
     """What one rank wants of its host, and what it sees there; `free_nbytes` None: nothing is known."""
 
     host: str
@@ -25,8 +25,8 @@ class Asked(NamedTuple):
     free_nbytes: int | None
 
 
-def asked(nbytes: int) -> Asked:
-    return Asked(socket.gethostname(), nbytes, free_host_nbytes())
+def request(nbytes: int) -> MemoryRequest:
+    return MemoryRequest(socket.gethostname(), nbytes, free_host_nbytes())
 
 
 def device_free_nbytes(device: torch.device) -> int:
@@ -52,5 +52,5 @@ def short_of(everyone: Sequence[Sequence[Any]], share: float) -> dict[str, tuple
 
 def is_short(mesh: Mesh, nbytes: int, share: float) -> bool:
     """Whether this rank's host is. Every rank calls it."""
-    mine = asked(nbytes)
+    mine = request(nbytes)
     return mine.host in short_of(exchange(mesh, list(mine), "exchange about free memory"), share)

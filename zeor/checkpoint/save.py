@@ -1,6 +1,7 @@
 """save(): every rank writes its part, then one rename makes all of it a checkpoint, or none.
 
-1. Rank 0 makes a hidden folder; where there is no shared disk, a rank of every host does (hosts.py).
+0. Every rank finds out what it writes, and all agree to save, or all raise.
+1. Rank 0 makes a hidden folder; where there is no shared disk, a rank of every host does (per_host.py).
 2. Every rank writes and syncs a file of its pieces.        3. All ranks tell what they wrote, or what went wrong.
 4. Those ranks write the manifest and commit (commit.py).   5. All ranks hear how it ended.
 A failure anywhere raises the same CheckpointError on every rank, and nothing of it stays visible.
@@ -9,154 +10,196 @@ A failure anywhere raises the same CheckpointError on every rank, and nothing of
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import hosts
-from zeor.checkpoint.branches import Complete, line_of
-from zeor.checkpoint.contents import Contents
-from zeor.checkpoint.disk import DISK, Disk
-from zeor.checkpoint.manifest import Branch, FileInfo, Manifest, Piece, Stored, parse
-from zeor.checkpoint.store import clean, complete, disk_of
-from zeor.checkpoint.urls import Place
-from zeor.checkpoint.writer import write_file
+from zeor.checkpoint import room
+from zeor.checkpoint.files import manifest as manifests
+from zeor.checkpoint.files import per_host
+from zeor.checkpoint.files.branches import Complete, Lineage
+from zeor.checkpoint.files.disk import DISK, Disk
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Branch, FileInfo, Manifest, Stored, StoredPiece
+from zeor.checkpoint.files.store import clean, complete, disk_of
+from zeor.checkpoint.files.urls import Place, shown
+from zeor.checkpoint.files.writer import Source, write_file
+from zeor.checkpoint.generators import rng_state
+from zeor.checkpoint.progress import SaveProgress
+from zeor.checkpoint.run import TrainingRun
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
+from zeor.comm.together import raise_first
 from zeor.layout.boxes import Box
 from zeor.optim.ema import EMA
-from zeor.runtime.engine import Engine
 
 
-class Run:
-    """What a checkpoint is made of: the engine of a model, its optimizers, and the model's names."""
+class Destination(NamedTuple):
+    folder: Place
+    step: int
+    keep: int | None
 
-    def __init__(self, model: nn.Module, engine: Engine, steppers: Sequence[Any]):
-        self.model, self.engine, self.steppers = model, engine, steppers
-        self.names, self.aliases = parts.parameter_names(model)
-        self.mesh: Mesh = engine.mesh
-        self.line = line_of(engine)
-        # Beside a drop-in optimizer a model may have parameters that nobody shards.
-        sharded = {id(slot.param) for slot in engine.slots}
-        self.plain_params = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
-
-    def apart(self, control: Any) -> Run:
-        """The same ranks on another control group: what `write` needs in a thread of its own, and no model."""
-        other = copy.copy(self)
-        other.mesh = dataclasses.replace(self.mesh, control=control)
-        del other.model, other.engine, other.steppers, other.plain_params
-        return other
+    @property
+    def lost_words(self) -> tuple[str, str]:
+        """What is said where a rank is lost on the way."""
+        then = "What is visible in the folder is whole; earlier checkpoints are as they were."
+        return f"Saving step {self.step} to {shown(str(self.folder))}", then
 
 
-def collect(run: Run, extra: Mapping[str, Any] | None, data: Any) -> Contents:
+class SaveRequest(NamedTuple):
+    """What one rank asks to be saved, and where to."""
+
+    to: Destination
+    extra: Mapping[str, Any] | None
+    data: Any
+    error: BaseException | None = None  # why this rank cannot save: the others must hear it
+    busy: bool = False  # the save before is under way, and this one is not to wait for it
+
+
+def save(run: TrainingRun, request: SaveRequest) -> Place:
+    """All the steps at the top of this file. Every rank calls it. Returns where the checkpoint is."""
+    found, _ = agree(run, request)
+    return write(run.mesh, run.lineage, found, request.to)
+
+
+# ---- step 0
+
+
+def agree(
+    run: TrainingRun, request: SaveRequest, copy_nbytes: Callable[[Sequence[Source]], int] = lambda sources: 0
+) -> tuple[parts.Contents, list[Any]]:
+    """What this rank writes, once every rank knows that; what is wrong on one of them is raised on all. Also, for
+    room.short_of, what each rank asks of its host's memory: `copy_nbytes` of what it writes."""
+    found, error = parts.Contents(), request.error
+    if error is None and not request.busy:
+        try:
+            found = collect(run, request.extra, request.data)
+        except Exception as failure:
+            error = failure
+    words = "" if error is None else str(error) or type(error).__name__
+    step = request.to.step if error is None else None
+    mine = [words, request.busy, list(room.request(copy_nbytes(found.sources))), step]
+    answers = exchange(run.mesh, mine, "agreement to save a checkpoint")
+    if error is not None:
+        raise error
+    raise_first([answer[0] for answer in answers], CheckpointError)
+    if any(answer[1] for answer in answers):
+        raise CheckpointError(
+            "The checkpoint before this one is still being written; save less often, wait() for it first, or "
+            "let the call wait (busy='wait')."
+        )
+    _check_same_step([answer[3] for answer in answers])
+    return found, [answer[2] for answer in answers]
+
+
+def _check_same_step(steps: Sequence[int]) -> None:
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"The ranks save different steps: rank 0 gives step={steps[0]}, rank {other} gives step={steps[other]}; "
+            "give the same one on every rank. Nothing was written."
+        )
+
+
+def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> parts.Contents:
     """Everything this rank writes; nothing is copied yet."""
-    run.engine.drain()
-    run.engine.unfilled.check()
-    rank, found = run.mesh.rank, Contents()
-    parts.add_parameters(found, run.engine, run.names)
+    run.drain()
+    run.unfilled.check()
+    rank, found = run.mesh.rank, parts.Contents()
+    parts.add_parameters(found, run.slots, run.names)
     if rank == 0:
         for name, param in run.plain_params.items():
-            found.add_whole((parts.PARAM, name), param)
+            found.add_whole((PARAM, name), param)
         for name, buffer in parts.persistent_buffers(run.model).items():
-            found.add_whole((parts.BUFFER, name), buffer)
+            found.add_whole((BUFFER, name), buffer)
     for number, stepper in enumerate(run.steppers):
-        parts.add_optimizer(found, number, stepper, run.names)
-    parts.add_rng(found, rank, run.mesh.device)
+        parts.add_optimizer(found, number, stepper, run.slots, run.names)
+    found.values["rng"] = found.encode(RNG, f"rank {rank}", rng_state(run.mesh.device))
     if data is not None:
-        found.values["data"] = found.encode(parts.EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
+        found.values["data"] = found.encode(EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
     add_extra(found, run, extra or {})
     if rank == 0:
         found.values["model"] = _model(run)
     return found
 
 
-def add_extra(found: Contents, run: Run, extra: Mapping[str, Any]) -> None:
+def add_extra(found: parts.Contents, run: TrainingRun, extra: Mapping[str, Any]) -> None:
     """Every rank's part of the averages in it, and rank 0's of the rest."""
     rank, plain_extra = run.mesh.rank, {}
     for key, value in extra.items():
         if isinstance(value, EMA):
-            plain_extra[key] = parts.add_average(found, key, value, run.engine, run.names)
+            plain_extra[key] = parts.add_average(found, key, value, run.slots, run.names)
         elif rank == 0:
             plain_extra[key] = parts.state_of_object(value, f"extra[{key!r}]")
     if rank == 0:
-        found.values["extra"] = found.encode(parts.EXTRA, "extra", plain_extra)
+        found.values["extra"] = found.encode(EXTRA, "extra", plain_extra)
 
 
-def _model(run: Run) -> dict[str, Any]:
+def _model(run: TrainingRun) -> dict[str, Any]:
     """What rank 0 says of the model; taken when the save is called, for the model may change while it is written."""
     params = {
         run.names[id(slot.param)]: {"dtype": str(slot.dtype).removeprefix("torch."), "trains": slot.param.requires_grad}
-        for slot in run.engine.slots
+        for slot in run.slots
     }
-    software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.engine.plan.stage}
+    software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.stage}
     return {"params": params, "aliases": run.aliases, "software": software}
 
 
-def write(
-    run: Run,
-    found: Contents,
-    folder: Place,
-    step: int,
-    keep: int | None,
-    disk: Disk = DISK,
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> Place:
-    """The steps at the top of this file. Returns where the checkpoint is."""
-    mesh, disk = run.mesh, disk_of(folder, disk)
-    # 1.
-    site = hosts.begin(mesh, disk, folder, step)
-    try:
-        final, branch = _write(run, found, disk, folder, site, progress)
-    except BaseException:
+# ---- steps 1 to 5
+
+
+def write(mesh: Mesh, lineage: Lineage, found: parts.Contents, to: Destination, disk: Disk = DISK) -> Place:
+    """Write what was found and make it a checkpoint. Returns where that is. Knows no model: any thread may call it."""
+    disk, total_nbytes = disk_of(to.folder, disk), sum(source.nbytes for source in found.sources)
+    with SaveProgress(f"saving step {to.step} to {to.folder}", total_nbytes, mesh.rank == 0) as progress:
+        # 1.
+        site = per_host.begin(mesh, disk, to.folder, to.step)
+        try:
+            # 2.
+            info, problem = _write_file(mesh, disk, site, found, progress.add)
+            # 3.
+            branch = vars(_next_branch(mesh, lineage, to.folder, site))
+            mine = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
+            everyone = exchange(mesh, mine, "exchange about the files of a checkpoint")
+            problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
+            order = max(rank["branch"]["order"] for rank in everyone)
+            agreed = Branch(**{**everyone[0]["branch"], "order": order})
+            # 4. and 5.
+            final = per_host.commit(mesh, site, lambda: _checked(_manifest(site, everyone, agreed)), problem)
+        except BaseException:
+            if site.attempt is not None:
+                site.attempt.abandon()
+            raise
+        lineage.saved(to.folder, final, agreed)
         if site.attempt is not None:
-            site.attempt.abandon()
-        raise
-    run.line.saved(folder, final, branch)
-    if site.attempt is not None:
-        _clean(disk, site.folder, keep, final)
-    return final
+            _clean(disk, site.folder, to.keep, final)
+        return final
 
 
-def _write(
-    run: Run, found: Contents, disk: Disk, folder: Place, site: hosts.Site, progress: Callable[[int], None]
-) -> tuple[Place, Branch]:
-    """Steps 2 to 5. Where the checkpoint is, and where it stands among others."""
-    mesh, problem = run.mesh, ""
-    # 2.
-    name = hosts.file_name(mesh.rank)
-    info: FileInfo | None = None
+def _write_file(
+    mesh: Mesh, disk: Disk, site: per_host.Site, found: parts.Contents, progress: Callable[[int], None]
+) -> tuple[FileInfo | None, str]:
+    """This rank's file, or what went wrong with it."""
+    path = site.writing / per_host.file_name(mesh.rank)
     try:
-        if found.sources:
-            info = write_file(disk, site.writing / name, found.sources, progress)
+        return write_file(disk, path, found.sources, progress) if found.sources else None, ""
     except Exception as error:  # also what reading a device may raise: the other ranks wait to hear of it
-        problem = hosts.words(error, site.writing / name)
-    # 3.
-    branch = vars(_next_branch(run, folder, site))
-    told = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
-    everyone = exchange(mesh, told, "exchange about the files of a checkpoint")
-    problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
-    # 4. and 5.
-    branch = {**everyone[0]["branch"], "order": max(rank["branch"]["order"] for rank in everyone)}
-    agreed = Branch(**branch)
-    return hosts.commit(mesh, site, lambda: _checked(_manifest(run, site, everyone, agreed)), problem), agreed
+        return None, per_host.words(error, path)
 
 
-def _next_branch(run: Run, folder: Place, site: hosts.Site) -> Branch:
+def _next_branch(mesh: Mesh, lineage: Lineage, folder: Place, site: per_host.Site) -> Branch:
     """What this rank would say of where the checkpoint stands. Rank 0 decides, but for the order: no host may have one
     that is as large."""
     there: list[Complete] = []
     if site.attempt is not None:
         with contextlib.suppress(OSError):  # what cannot be read fails the save where that matters
             there = complete(site.folder)
-        if run.mesh.rank == 0 and there:
+        if mesh.rank == 0 and there:
             _warn_if_back(site.attempt.step, there[-1], folder)
-    return run.line.next(folder, there)
+    return lineage.next(folder, there)
 
 
 def _warn_if_back(step: int, latest: Complete, folder: Place) -> None:
@@ -172,7 +215,7 @@ def _warn_if_back(step: int, latest: Complete, folder: Place) -> None:
 def _checked(manifest: Manifest) -> bytes:
     """Its bytes, believed no more than a reader will: what could not be loaded is not committed."""
     data = manifest.to_bytes()
-    parse(data, "its manifest")
+    manifests.parse(data, "its manifest")
     return data
 
 
@@ -184,24 +227,24 @@ def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
         parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
-def _manifest(run: Run, site: hosts.Site, everyone: list[dict[str, Any]], branch: Branch) -> Manifest:
+def _manifest(site: per_host.Site, everyone: list[dict[str, Any]], branch: Branch) -> Manifest:
     assert site.attempt is not None
     files: list[FileInfo] = []
     index: dict[int, int] = {}
-    for rank, told in enumerate(everyone):
-        if told["file"]:
+    for rank, each in enumerate(everyone):
+        if each["file"]:
             index[rank] = len(files)
-            files.append(FileInfo(**told["file"]))
+            files.append(FileInfo(**each["file"]))
     stored: dict[tuple[str, str], Stored] = {}
-    for rank, told in enumerate(everyone):
-        for role, name, shape, dtype, boxes in told["tensors"]:
+    for rank, each in enumerate(everyone):
+        for role, name, shape, dtype, boxes in each["tensors"]:
             tensor = stored.setdefault((role, name), Stored(role, name, tuple(shape), dtype, []))
             assert (tensor.shape, tensor.dtype) == (tuple(shape), dtype), (role, name)
-            tensor.pieces.extend(Piece(index[rank], Box(tuple(begin), tuple(length))) for begin, length in boxes)
-    state = _state([told["values"] for told in everyone])
+            tensor.pieces.extend(StoredPiece(index[rank], Box(tuple(begin), tuple(length))) for begin, length in boxes)
+    state = _state([each["values"] for each in everyone])
     if site.apart:
         state["hosts"] = site.leads
-    return Manifest(site.attempt.step, run.mesh.world, files, list(stored.values()), state, branch=branch)
+    return Manifest(site.attempt.step, len(everyone), files, list(stored.values()), state, branch=branch)
 
 
 def _state(values: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeor.checkpoint.writer import Source
+from zeor.checkpoint.files.writer import Source
 
 BLOCK_NBYTES = 1 << 30
 _ALIGNED = 64  # bytes: every dtype may begin there

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.manifest import Manifest
-from zeor.checkpoint.reading import Folder, Need, read_all, verify_all
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import Manifest
+from zeor.checkpoint.files.reading import Folder, Need, read_all, verify_all
 from zeor.optim.pieces import Key, Piece
 
 STAGED_SHARE = 0.6  # of the free host memory: more than that is not staged

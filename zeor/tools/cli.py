@@ -11,7 +11,8 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from zeor.tools import export, importing, inspect, plan, schedule, train
+from zeor.tools import export, inspect, plan, schedule, train
+from zeor.tools.importers import command
 from zeor.tools.stopping import EXIT_CODE
 
 COMMANDS = {
@@ -20,7 +21,7 @@ COMMANDS = {
     "schedule": (schedule, "the actions of one training step"),
     "inspect": (inspect, "what a checkpoint holds, and whether it is sound"),
     "export": (export, "plain safetensors out of a checkpoint"),
-    "import": (importing, "a checkpoint of PyTorch, DeepSpeed or DCP, made one of zeor's"),
+    "import": (command, "a checkpoint of PyTorch, DeepSpeed or DCP, made one of zeor's"),
 }
 
 

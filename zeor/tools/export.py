@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from zeor.checkpoint.export import export
+from zeor.checkpoint.weights.export import export
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

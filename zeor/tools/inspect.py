@@ -9,10 +9,10 @@ import argparse
 import sys
 from typing import Any
 
-from zeor.checkpoint.errors import CheckpointError
-from zeor.checkpoint.health import Description, bytes_by_role, checkpoints_of, describe, parameter_counts, verify
-from zeor.checkpoint.manifest import Manifest
-from zeor.checkpoint.urls import Place, place_of, shown
+from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.manifest import Manifest
+from zeor.checkpoint.files.urls import Place, place_of, shown
+from zeor.checkpoint.verify import Description, bytes_by_role, checkpoints_of, describe, parameter_counts, verify
 from zeor.tools.show import Progress, human_bytes, table
 
 _MOST_FILES = 20  # lines of files before the rest is summed up

@@ -231,9 +231,9 @@ def _fits(options: argparse.Namespace) -> int:
             rows.append([name, f"{numel / 1e9:.1f}B", *cells])
     sequences, tokens = given["batch"]
     how = "released in backward" if options.release else "kept until the step"
-    kept = f"{options.precision or 'fp32'}, {options.optimizer}, {options.moments} moments, gradients {how}"
+    settings = f"{options.precision or 'fp32'}, {options.optimizer}, {options.moments} moments, gradients {how}"
     counted = f"Activations of {sequences} x {tokens} tokens are counted, {AGAIN[options.recompute]}"
-    print(paragraph(f"GiB of host memory beside a GPU, which is filled first: {kept}. {counted}."))
+    print(paragraph(f"GiB of host memory beside a GPU, which is filled first: {settings}. {counted}."))
     print("-: what must be on the GPU does not fit there\n")
     print(table(header, rows))
     return 0

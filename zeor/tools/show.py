@@ -166,9 +166,9 @@ class Progress:
         count, left = f"{self.unit} {done:>{len(str(self.total))}}/{self.total}", f"{human_seconds(left_s)} left"
         while fields and len("  ".join([count, *fields, left])) > columns:
             fields.pop()
-        told = "  ".join([count, *fields, left])
-        width = min(20, columns - len(told) - 3)
+        text = "  ".join([count, *fields, left])
+        width = min(20, columns - len(text) - 3)
         if width < 4:
-            return told[:columns]
+            return text[:columns]
         filled = width * done // max(self.total, 1)
-        return "[" + "#" * filled + "." * (width - filled) + "] " + told
+        return "[" + "#" * filled + "." * (width - filled) + "] " + text

@@ -67,7 +67,7 @@ SAMPLE_NUMEL = 400
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """The options of one run; the same on every rank."""
 
     stage: int = 3
@@ -102,7 +102,7 @@ class Result(NamedTuple):
     measured: dict[int, dict[str, int]]
 
 
-class Windows(Dataset):
+class TokenWindows(Dataset):
     """Overlapping runs of CONTEXT tokens, each with the same run one token later as its target."""
 
     def __init__(self, tokens: Tensor, stride: int = CONTEXT // 4) -> None:
@@ -117,13 +117,13 @@ class Windows(Dataset):
         return self.tokens[start : start + CONTEXT], self.tokens[start + 1 : start + CONTEXT + 1]
 
 
-def run_rank(settings: Settings, stop: Path | None = None) -> Result | Stopped:
+def run_rank(settings: TrainSettings, stop: Path | None = None) -> Result | Stopped:
     """Everything one rank does. A file at `stop` means that the user wants it to end."""
     with wrapped_log(enabled=_is_rank_0()):
         return _run_rank(settings, stop)
 
 
-def _run_rank(settings: Settings, stop: Path | None) -> Result | Stopped:
+def _run_rank(settings: TrainSettings, stop: Path | None) -> Result | Stopped:
     training, validation = _loaders(settings)
     model, optimizer = _build(settings, settings.stage)
     before = _validate(model, validation)
@@ -131,8 +131,8 @@ def _run_rank(settings: Settings, stop: Path | None) -> Result | Stopped:
     _say(paragraph(f"  {LEGEND}", indent="  "))
     try:
         steps, seconds = _train(model, optimizer, training, settings, stop)
-    except zeor.Preempted as told:
-        return Stopped(told.step, str(told.path))
+    except zeor.Preempted as stopped:
+        return Stopped(stopped.step, str(stopped.path))
     rss_nbytes = resident_nbytes()
     after = _validate(model, validation)
     sample = _sample(model, settings.seed)
@@ -151,18 +151,18 @@ def _run_rank(settings: Settings, stop: Path | None) -> Result | Stopped:
     )
 
 
-def _loaders(settings: Settings) -> tuple[DataLoader, DataLoader]:
+def _loaders(settings: TrainSettings) -> tuple[DataLoader, DataLoader]:
     tokens = gpt.encode(settings.text.read_bytes())
     split = len(tokens) - int(VALIDATION_SHARE * len(tokens))
-    validation = Windows(tokens[split:], stride=max(1, (len(tokens) - split) // VALIDATION_WINDOWS))
-    training = DataLoader(Windows(tokens[:split]), batch_size=settings.batch, shuffle=True, drop_last=True)
+    validation = TokenWindows(tokens[split:], stride=max(1, (len(tokens) - split) // VALIDATION_WINDOWS))
+    training = DataLoader(TokenWindows(tokens[:split]), batch_size=settings.batch, shuffle=True, drop_last=True)
     return (
         zeor.data.shard(training, seed=settings.seed),
         zeor.data.shard(DataLoader(validation, batch_size=64)),
     )
 
 
-def _build(settings: Settings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
+def _build(settings: TrainSettings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(settings.seed)
     model = GPT(settings.gpt)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99))
@@ -170,7 +170,7 @@ def _build(settings: Settings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
 
 
 def _train(
-    model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, settings: Settings, stop: Path | None = None
+    model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, settings: TrainSettings, stop: Path | None
 ) -> tuple[int, float]:
     """The loop; returns the steps it took, and the seconds."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings.steps))
@@ -206,7 +206,7 @@ def _train(
     return settings.steps - first, time.perf_counter() - started_s
 
 
-def _resume(model: GPT, optimizer: Any, schedule: Any, training: DataLoader, settings: Settings) -> int:
+def _resume(model: GPT, optimizer: Any, schedule: Any, training: DataLoader, settings: TrainSettings) -> int:
     """Go on from the latest checkpoint of --save, if there is one; returns how many steps are done."""
     if settings.save is None or not any(settings.save.glob("step-*")):
         return 0
@@ -249,7 +249,7 @@ def _sample(model: GPT, seed: int) -> str:
     return gpt.decode(tokens).strip()
 
 
-def _measure(settings: Settings, stage: int, training: DataLoader) -> dict[str, int]:
+def _measure(settings: TrainSettings, stage: int, training: DataLoader) -> dict[str, int]:
     """Bytes on this rank under the names of COLUMNS, counted after a second backward.
 
     The first step makes the moments; gradients rest between a backward and its step.
@@ -300,8 +300,8 @@ def agreement(predicted: dict[int, dict[str, int]], measured: dict[int, dict[str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zeor train`; their defaults are those of Settings."""
-    default = Settings()
+    """The options of `zeor train`; their defaults are those of TrainSettings."""
+    default = TrainSettings()
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), default=default.stage,
         help="0 replicates everything, 3 shards everything (default: %(default)s)",
@@ -340,7 +340,7 @@ def _positive(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """`zeor train` with its options read."""
-    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    settings = TrainSettings(**{field.name: getattr(options, field.name) for field in fields(TrainSettings)})
     _check_text(settings)
     sizes = settings.gpt
     ranks = f"{settings.ranks} local rank{'s' if settings.ranks > 1 else ''}"
@@ -364,7 +364,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_text(settings: Settings) -> None:
+def _check_text(settings: TrainSettings) -> None:
     if not settings.text.is_file():
         raise SystemExit(f"zeor train: there is no file {settings.text}")
     needed_nbytes = 2 * CONTEXT / VALIDATION_SHARE + settings.ranks * settings.batch * CONTEXT

@@ -1,0 +1,50 @@
+"""The training run that a checkpoint holds: a model, its names, its optimizers, and what the run came from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from zeor.checkpoint.contents import parameter_names
+from zeor.checkpoint.files.branches import Lineage
+from zeor.checkpoint.weights.live import LiveModel
+from zeor.runtime.engine import Engine
+from zeor.runtime.sharded import ATTRIBUTE
+
+_lineages: weakref.WeakKeyDictionary[Engine, Lineage] = weakref.WeakKeyDictionary()
+
+
+class TrainingRun(LiveModel):
+    def __init__(self, model: nn.Module, engine: Engine, steppers: Sequence[Any]):
+        super().__init__(engine)
+        self.model, self.steppers = model, steppers
+        self.names, self.aliases = parameter_names(model)
+        self.stage = engine.plan.stage
+        self.lineage = _lineages.setdefault(engine, Lineage())
+        # Beside a drop-in optimizer a model may have parameters that nobody shards.
+        sharded = {id(slot.param) for slot in self.slots}
+        self.plain_params = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
+
+
+def run_of(model: nn.Module, optimizer: Any) -> TrainingRun:
+    """The run a model and its optimizers are: sharded together, or a plain model with a drop-in optimizer."""
+    state = vars(model).get(ATTRIBUTE)
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
+    if state is not None:
+        if state.shown:
+            raise RuntimeError("zeor.save and zeor.load cannot run inside zeor.full_params; close that first.")
+        known = {id(stepper.optimizer): stepper for stepper in state.steppers}
+        for each in given:
+            if id(each) not in known:
+                raise ValueError(f"This {type(each).__name__} was not sharded with the model; zeor.shard both first.")
+        return TrainingRun(model, state.engine, [known[id(each)] for each in given] if given else state.steppers)
+    steppers = [getattr(each, "_zeor", None) for each in given]
+    if len(steppers) != 1 or steppers[0] is None:
+        raise ValueError(
+            "This model is not sharded; call zeor.shard(model, optimizer) first, or give the one zeor.optim optimizer "
+            "that trains it."
+        )
+    return TrainingRun(model, steppers[0].engine, steppers)

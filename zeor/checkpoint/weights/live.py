@@ -1,0 +1,32 @@
+"""A sharded model, as files see it: the ranks that hold it, its parameters and its units.
+
+Only this module and the public verbs know the engine; every other function is given what it needs of these.
+"""
+
+from __future__ import annotations
+
+from zeor.runtime import events
+from zeor.runtime.engine import Engine
+from zeor.runtime.lane import Lane
+from zeor.runtime.unit import Unit
+
+
+class LiveModel:
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.mesh = engine, engine.mesh
+        self.slots, self.units, self.unfilled = engine.slots, engine.units, engine.unfilled
+
+    def drain(self) -> None:
+        """Wait for the updates and gathers that are under way."""
+        self.engine.drain()
+
+    def announce_if_joining(self, what: str) -> None:
+        """Inside zeor.join a rank that is out of data cannot come to `what`: all ranks hear so before any waits."""
+        if self.engine.announcer.block is not None:
+            self.engine.announce(events.OTHER, what)
+
+    def publish(self, unit: Unit, lane: Lane) -> None:
+        """Where compute rests FULL, every rank gets what the others have loaded into their slices."""
+        if self.mesh.world > 1 and not lane.frees and not lane.updates_whole:  # frozen lanes too
+            lane.start_gather(f"gather of unit {unit.name!r} after loading")
+            lane.wait()

@@ -1,0 +1,182 @@
+"""load_pretrained: weights from safetensors into a model, each rank reading the bytes of its own segments.
+
+1. Find what the files hold and what the model wants, and match them by name, or by what transformers makes of them
+   (conversions.py). Nothing changes yet.
+2. All ranks agree that it fits everywhere and that they see the same files; else all raise the same sentence.
+3. Unit by unit: read segments through the master, and gather where compute rests FULL.
+4. All ranks agree that every read succeeded; only then do parameters count as filled.
+
+Works on sharded models, on the meta device or with values, and on plain ones. Files are understood in hf_folder.py and
+tensorfile.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeor.checkpoint.files.tensorfile import Reader
+from zeor.checkpoint.weights.conversions import WeightSource, as_model_names, pieces, remember, whole
+from zeor.checkpoint.weights.hf_folder import find_tensors
+from zeor.checkpoint.weights.live import LiveModel
+from zeor.checkpoint.weights.matching import Match, Target, find_targets, match
+from zeor.comm import verbs
+from zeor.comm.agree import exchange, same_everywhere
+from zeor.comm.mesh import Mesh
+from zeor.comm.together import raise_first
+from zeor.memory import device as devices
+from zeor.runtime import events
+from zeor.runtime.lane import Lane
+from zeor.runtime.sharded import ATTRIBUTE
+from zeor.runtime.unit import Slot
+
+Rename = Callable[[str], "str | None"]
+
+
+class UnmatchedKeys(NamedTuple):
+    """What did not match, as torch's load_state_dict reports it; both empty with strict=True."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, rename: Rename | None = None
+) -> UnmatchedKeys:
+    """Load safetensors (a file, or a folder as Hugging Face lays it out: one file, or many with an index) into a
+    sharded model, on the meta device or not, or into a plain one. Each rank reads the bytes of its own part alone.
+
+    Values enter through the fp32 master. `rename(name_in_file)` gives the model's name, or None to leave it out. Names
+    that are missing or unexpected raise on every rank before anything changes; with strict=False they are returned, as
+    load_state_dict does. Tensors of another shape always raise. One name of a tied parameter suffices. Files that
+    transformers converts for its own models while it loads (experts in one parameter, older names) are converted by its
+    own table, one parameter at a time."""
+    state = vars(model).get(ATTRIBUTE)
+    if state is not None and state.shown:
+        raise RuntimeError("zeor.load_pretrained cannot load inside zeor.full_params; close that first.")
+    if state is not None:
+        state.engine.announce(events.OTHER, "zeor.load_pretrained")
+    return _load(model, LiveModel(state.engine) if state is not None else None, Path(path), strict, rename)
+
+
+def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, rename: Rename | None) -> UnmatchedKeys:
+    """The steps at the top of this file."""
+    mesh = live.mesh if live is not None else Mesh(rank=0, world=1, device=torch.device("cpu"))
+    found, problem, held = None, "", {}
+    targets = find_targets(model)
+    known = [name for target in targets for name in target.names]
+    try:
+        held = find_tensors(path)
+        # A rename= of the user's says all: nothing is converted beside it.
+        entries: dict[str, WeightSource] = as_model_names(model, known, held) if rename is None else {**held}
+        found = match(targets, entries, rename, str(path), strict)
+    except Exception as error:  # whatever it is (the user's rename may raise anything), the other ranks must hear it
+        problem = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
+    _agree(mesh, problem, "exchange about the files to load")
+    assert found is not None
+    same_everywhere(mesh, "files to load", [f"{t.name}: {e.shape}, {e.dtype}" for t, e in found.pairs])
+    with Reader() as reader, torch.no_grad():
+        problem = _load_sharded(live, found, reader) if live is not None else _load_plain(found, reader)
+    _agree(mesh, problem, "exchange about loaded files")
+    if live is not None:
+        for slot in _entries_by_slot(live.slots, found):
+            live.unfilled.fill(slot)
+    if rename is None:
+        remember(model, held, known)
+    return UnmatchedKeys(found.missing, found.unexpected)
+
+
+def _agree(mesh: Mesh, problem: str, label: str) -> None:
+    """Raise on every rank what any rank found wrong; the first rank's sentence is everybody's."""
+    raise_first([problem] if mesh.fake else exchange(mesh, problem, label), ValueError)
+
+
+def _entries_by_slot(slots: Iterable[Slot], found: Match) -> dict[Slot, WeightSource]:
+    entries = {id(target.tensor): entry for target, entry in found.pairs if not target.is_buffer}
+    return {slot: entries[id(slot.param)] for slot in slots if id(slot.param) in entries}
+
+
+# ---- into a sharded model
+
+
+def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
+    """Step 3. Once a read has failed this rank only keeps the others company; returns what failed."""
+    live.drain()
+    entries, problem = _entries_by_slot(live.slots, found), ""
+    for unit in live.units:
+        for lane in unit.lanes:
+            mine = {slot.index: entries[slot] for slot in unit.slots if slot.lane is lane and slot in entries}
+            if not mine:
+                continue
+            problem = problem or _attempt(_read_lane, lane, mine, reader)
+            live.publish(unit, lane)
+    for lane in dict.fromkeys(slot.lane for slot in entries):
+        lane.changed()  # a graph made before is stale
+    for target, entry in found.pairs:
+        if target.is_buffer:
+            value = torch.empty_like(target.tensor, device=live.mesh.device)
+            problem = problem or _attempt(_read_whole, value, entry, reader)
+            verbs.broadcast(live.mesh, value, f"broadcast of buffer {target.name!r}")
+            _put_buffer(target, value)
+    return problem
+
+
+def _read_lane(lane: Lane, entries: dict[int, WeightSource], reader: Reader) -> None:
+    for segment in lane.segments:
+        if segment.param in entries:
+            for done, values in pieces(reader, entries[segment.param], segment.start, segment.numel):
+                lane.store_part(segment.offset + done, values)
+
+
+def _read_whole(value: Tensor, entry: WeightSource, reader: Reader) -> None:
+    value.copy_(whole(reader, entry))
+
+
+def _attempt(read: Callable[..., None], *args: Any) -> str:
+    """Nothing, or what failed."""
+    try:
+        read(*args)
+    except ValueError as error:
+        return f"{error} The model is partly loaded: load again, or discard it."
+    return ""
+
+
+def _put_buffer(target: Target, value: Tensor) -> None:
+    for module, attr in target.owners:
+        buffer = module._buffers[attr]
+        if buffer is None or buffer.is_meta:
+            module._buffers[attr] = value
+        else:
+            buffer.copy_(value)
+
+
+# ---- into a plain model
+
+
+def _load_plain(found: Match, reader: Reader) -> str:
+    for target, entry in found.pairs:
+        problem = _attempt(_read_plain, target, entry, reader)
+        if problem:
+            return problem
+    return ""
+
+
+def _read_plain(target: Target, entry: WeightSource, reader: Reader) -> None:
+    tensor = target.tensor
+    if target.is_buffer:
+        place = devices.default_device() if tensor.is_meta else tensor.device
+        _put_buffer(target, whole(reader, entry).to(place, tensor.dtype))
+        return
+    if tensor.is_meta:
+        real = torch.empty_like(tensor, device=devices.default_device())
+        torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+    if not tensor.is_contiguous():
+        tensor.copy_(whole(reader, entry))
+        return
+    for done, values in pieces(reader, entry, 0, entry.numel):
+        tensor.view(-1)[done : done + values.numel()].copy_(values)

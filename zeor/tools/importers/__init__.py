@@ -1,0 +1,1 @@
+"""`zeor import`: checkpoints of others, which are pickles, into zeor's own format."""
