@@ -21,9 +21,9 @@ from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
 from zeor.memory import device as devices
 from zeor.memory.param import is_sharded
-from zeor.optim.checks import check_kind, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.ema import ema
 from zeor.optim.guard import watch_steps
+from zeor.optim.parts.checks import check_kind, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict

@@ -11,9 +11,9 @@ import torch
 
 from zeor.memory.formats import join_into, split_into
 from zeor.memory.small import BLOCK_NUMEL, decode_into, encode_into, scale_count, storage_of
-from zeor.optim import kernels
-from zeor.optim.kernels import AdamRun, AdamSettings, Launch, adam_pass
-from zeor.optim.kernels_reference import adam_pass_reference
+from zeor.optim.kernels import adam as kernels
+from zeor.optim.kernels.adam import AdamRun, AdamSettings, Launch, adam_pass
+from zeor.optim.kernels.reference import adam_pass_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # the mark skips a test where there is no GPU

@@ -15,7 +15,7 @@ from torch import nn
 import zeor
 from zeor.memory import host
 from zeor.memory.placement import Room, choose
-from zeor.optim import auto as automatic
+from zeor.optim.streaming import auto as automatic
 from zeor.runtime import places
 from zeor.runtime.sharded import state_of
 

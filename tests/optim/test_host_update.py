@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zeor.memory.lines import Mark
 from zeor.memory.rest import Rest
 from zeor.optim.host_batches import _cut, _joined
-from zeor.optim.host_update import (
+from zeor.optim.streaming.host import (
     AHEAD,
     CUT_NUMEL,
     Batch,

@@ -11,9 +11,9 @@ import torch
 
 from zeor.memory.formats import cast_into, split_into
 from zeor.memory.small import decode_into, encode_into, storage_of
-from zeor.optim import kernels
-from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings, supports
-from zeor.optim.kernels_reference import adam_pass_reference, sgd_pass_reference
+from zeor.optim.kernels import adam as kernels
+from zeor.optim.kernels.adam import AdamRun, AdamSettings, SGDRun, SGDSettings, supports
+from zeor.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
 
 NUMEL = 1003
 STEPS = 5
@@ -246,8 +246,8 @@ def test_importing_the_module_leaves_triton_and_the_device_alone():
     # torch itself may bring Triton along: only what this module adds counts.
     program = (
         "import sys, torch; before = 'triton' in sys.modules\n"
-        "import zeor.optim.kernels, zeor.optim.kernels_reference\n"
-        "assert ('triton' in sys.modules) == before and 'zeor.optim.kernels_triton' not in sys.modules\n"
+        "import zeor.optim.kernels.adam, zeor.optim.kernels.reference\n"
+        "assert ('triton' in sys.modules) == before and 'zeor.optim.kernels.triton' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import zeor
 from tests import loops
-from zeor.optim.methods import find_writers, own_methods
+from zeor.optim.parts.methods import find_writers, own_methods
 
 STAGES = (0, 1, 2, 3)
 STEPS = 8  # RAdam's first five move nothing

@@ -18,7 +18,7 @@ from tests import tiers
 from tests.tiers import CHUNK, left, made, one_step, run
 from zeor import Offload
 from zeor.memory import small
-from zeor.optim.moments import UNSIGNED
+from zeor.optim.streaming.moments import UNSIGNED
 from zeor.runtime.sharded import state_of
 
 LR, STEPS = 1e-2, 5

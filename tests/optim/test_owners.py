@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import zeor
 from tests import loops
 from tests.optim import stages
-from zeor.optim.owners import assign, cost, in_rounds
+from zeor.optim.owners.owners import assign, cost, in_rounds
 
 # ---- who owns what
 

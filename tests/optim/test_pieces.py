@@ -15,7 +15,7 @@ from tests import loops
 from tests.optim import stages
 from tests.optim.test_owners import Shampoo
 from zeor.api import _state
-from zeor.optim.pieces import Piece
+from zeor.optim.parts.pieces import Piece
 
 
 def adamw(model: nn.Module) -> Optimizer:

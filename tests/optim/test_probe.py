@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import zeor
 from tests import loops
 from zeor.optim import _known
-from zeor.optim.probe import Kind, probe, probe_groups
+from zeor.optim.parts.probe import Kind, probe, probe_groups
 
 ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeor
 from zeor import api
-from zeor.optim.windows import _ALIGNED, WINDOWS, Windows
+from zeor.optim.streaming.windows import _ALIGNED, WINDOWS, Windows
 
 WIDTH, BLOCKS = 40, 5
 ROLES = ("compute", "grad", "master", "moments")

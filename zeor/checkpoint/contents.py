@@ -24,7 +24,7 @@ from zeor.checkpoint.manifest import Stored
 from zeor.checkpoint.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
-from zeor.optim.pieces import Piece
+from zeor.optim.parts.pieces import Piece
 from zeor.runtime.discover import named_owners
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane

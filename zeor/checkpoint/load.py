@@ -45,7 +45,7 @@ from zeor.checkpoint.states import States, Told, check_count, is_counter
 from zeor.checkpoint.urls import Place
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
-from zeor.optim.pieces import Key, Piece
+from zeor.optim.parts.pieces import Key, Piece
 from zeor.runtime.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/foreign.py

@@ -9,7 +9,7 @@ would succeed, and the next step break or go wrong in silence. So, for every par
              that torch keeps today (Adam's step was an int once)
     numbers  a copy of the optimizer takes a step with the saved counters and settings
 
-What the optimizer keeps is found by trying it (optim/expected.py); one that cannot be tried is not judged.
+What the optimizer keeps is found by trying it (optim/parts/expected.py); one that cannot be tried is not judged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zeor.checkpoint.errors import CheckpointError
-from zeor.optim.expected import Expected, expect, is_stock, toy_shape, try_step
-from zeor.optim.moments import COUNTERS
-from zeor.optim.pieces import Key
+from zeor.optim.parts.expected import Expected, expect, is_stock, toy_shape, try_step
+from zeor.optim.parts.pieces import Key
+from zeor.optim.streaming.moments import COUNTERS
 
 _FILLING = 0.01  # for state in a trial: positive, as second moments are
 # What stays where a user has changed a setting (momentum=, amsgrad=, centered=) while training.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeor.optim import counters
-from zeor.optim.probe import Kind, raw_step
-from zeor.optim.segments import Segments
+from zeor.optim.parts import counters
+from zeor.optim.parts.probe import Kind, raw_step
+from zeor.optim.parts.segments import Segments
 from zeor.runtime.engine import Engine
 
 Given = Sequence[list[nn.Parameter]]  # by group

@@ -21,7 +21,7 @@ from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
 from zeor.memory.device import idle_accelerator, one_device
-from zeor.optim.checks import check_kind, refuse_optimizers_in_backward
+from zeor.optim.parts.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.runtime.engine import Engine

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zeor.comm import verbs
 from zeor.layout import Segment
-from zeor.optim.pieces import Piece
+from zeor.optim.parts.pieces import Piece
 from zeor.runtime import events
 from zeor.runtime.lane import Lane
 from zeor.runtime.sharded import Sharded, state_of

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zeor.optim.chunk_steps import Begun, Chunk, ChunkSteps, Run
-from zeor.optim.host_update import CUT_NUMEL, Batch, HostPart
-from zeor.optim.moments import Moments
+from zeor.optim.streaming.chunks import Begun, Chunk, ChunkSteps, Run
+from zeor.optim.streaming.host import CUT_NUMEL, Batch, HostPart
+from zeor.optim.streaming.moments import Moments
 from zeor.runtime.lane import Lane
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zeor.layout import Segment
-from zeor.optim import part
-from zeor.optim.moments import COUNTERS
 from zeor.optim.own_state import OwnState
-from zeor.optim.pieces import Piece, pieces_of, put_piece, tensors_in
+from zeor.optim.parts import mark
+from zeor.optim.parts.pieces import Piece, pieces_of, put_piece, tensors_in
+from zeor.optim.streaming.moments import COUNTERS
 from zeor.runtime.lane import Lane
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def state_dict(stepper: Stepper) -> dict[str, Any]:
     with shown(stepper), stepper.segments.in_groups():
         found = type(stepper.optimizer).state_dict(stepper.optimizer)
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in found["state"].items()}
-    return part.mark(stepper, {**found, "state": state})
+    return mark.mark(stepper, {**found, "state": state})
 
 
 def load_state_dict(stepper: Stepper, state_dict: dict[str, Any]) -> None:
-    state_dict = part.unmark(stepper, state_dict)
+    state_dict = mark.unmark(stepper, state_dict)
     stepper.engine.drain()
     optimizer, segments = stepper.optimizer, stepper.segments
     order = list(_params(stepper))

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeor.layout import Segment
-from zeor.optim import kernels
-from zeor.optim.segments import Segments
+from zeor.optim.kernels import adam as kernels
+from zeor.optim.parts.segments import Segments
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 

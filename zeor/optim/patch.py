@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from zeor.optim.methods import own_methods, replacements
+from zeor.optim.parts.methods import own_methods, replacements
 
 if TYPE_CHECKING:
     from zeor.optim.stepper import Stepper

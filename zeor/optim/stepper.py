@@ -22,17 +22,18 @@ from torch.optim import optimizer as torch_optimizer
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
-from zeor.optim import kept, rounds
+from zeor.optim import kept
 from zeor.optim.calls import Calls
-from zeor.optim.checks import check_kind, check_parameters, check_separable
 from zeor.optim.guard import driven, watch_steps
 from zeor.optim.one_pass import OnePass
-from zeor.optim.owners import Owned, Owners
+from zeor.optim.owners import exchange as rounds
+from zeor.optim.owners.exchange import Journey
+from zeor.optim.owners.owners import Owned, Owners
+from zeor.optim.parts.checks import check_kind, check_parameters, check_separable
+from zeor.optim.parts.pieces import Piece
+from zeor.optim.parts.segments import Segments, master_gradient, settle_scales
 from zeor.optim.patch import patch, unpatch
-from zeor.optim.pieces import Piece
-from zeor.optim.rounds import Journey
-from zeor.optim.segments import Segments, master_gradient, settle_scales
-from zeor.optim.streaming import Streaming
+from zeor.optim.streaming.streaming import Streaming
 from zeor.runtime import events, settings
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
@@ -373,7 +374,7 @@ class Stepper:
         self.unpatch()
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's state of every parameter, piece by piece; see optim/pieces.py."""
+        """This rank's state of every parameter, piece by piece; see optim/parts/pieces.py."""
         return kept.pieces(self)
 
     def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.memory import device as devices
-from zeor.optim.moments import MOMENTS, moment_count
 from zeor.optim.one_pass import why_not
+from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.planner.bytes import predict
 from zeor.runtime.engine import Engine
 

@@ -19,10 +19,10 @@ from zeor.layout import Segment
 from zeor.memory import small
 from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.memory.lines import Line
-from zeor.optim import kernels
-from zeor.optim.moments import UNSIGNED, Moments, is_moment
+from zeor.optim.kernels import adam as kernels
+from zeor.optim.parts.probe import raw_step
 from zeor.optim.patch import REPLACED
-from zeor.optim.probe import raw_step
+from zeor.optim.streaming.moments import UNSIGNED, Moments, is_moment
 from zeor.runtime.lane import Lane
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.memory.small import decode_into, encode_into
-from zeor.optim.kernels import AdamRun, AdamSettings, SGDRun, SGDSettings
+from zeor.optim.kernels.adam import AdamRun, AdamSettings, SGDRun, SGDSettings
 
 
 @torch.no_grad()

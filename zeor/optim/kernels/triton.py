@@ -1,4 +1,4 @@
-"""The Triton kernels behind `zeor.optim.kernels`: one pass over one contiguous run of elements.
+"""The Triton kernels behind `zeor.optim.kernels.adam`: one pass over one contiguous run of elements.
 
 Only this module and kernels_small.py import Triton, and only `kernels.py` imports them, inside its functions. A kernel
 is given flat pointers and numbers; a tensor that is absent is None, which is a compile-time constant here.

@@ -29,7 +29,7 @@ from zeor.memory.device import thread_beside
 from zeor.memory.formats import cast_and_spoil
 from zeor.memory.lines import Line, Mark
 from zeor.memory.rest import Rest
-from zeor.optim.update import Done
+from zeor.optim.streaming.pending_update import Done
 
 AHEAD = 2  # batches whose gradients are on their way down: the link is faster than the step
 MOST_NUMEL = 1 << 24  # elements of a batch

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.owners import updates_are_cut
-from zeor.optim.probe import Kind, probe_groups
-from zeor.optim.segments import check_cuttable
+from zeor.optim.owners.owners import updates_are_cut
+from zeor.optim.parts.probe import Kind, probe_groups
+from zeor.optim.parts.segments import check_cuttable
 from zeor.runtime.engine import Engine
 
 

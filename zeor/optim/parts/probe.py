@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.counters import numbers, same_numbers
-from zeor.optim.pieces import Key, leaves
+from zeor.optim.parts.counters import numbers, same_numbers
+from zeor.optim.parts.pieces import Key, leaves
 
 STEPS, WALK = 2, 30
 ROUNDING = 1e-3  # over a walk: on a CPU the last elements of an array may be rounded differently

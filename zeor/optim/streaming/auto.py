@@ -21,13 +21,13 @@ from zeor.memory.device import DeviceMemory
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import free_host_nbytes
 from zeor.memory.placement import Room, choose, size
-from zeor.optim.moments import moment_count, moment_itemsize
-from zeor.optim.windows import WINDOWS
+from zeor.optim.streaming.moments import moment_count, moment_itemsize
+from zeor.optim.streaming.windows import WINDOWS
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 
 if TYPE_CHECKING:
-    from zeor.optim.streaming import Streaming
+    from zeor.optim.streaming.streaming import Streaming
 
 HOST_SHARE = 0.95  # of what is free there: the rest is the system's and the loader's
 DISK_SHARE = 0.98

@@ -23,15 +23,15 @@ from torch.optim import Optimizer
 
 from zeor.memory.device import thread_beside
 from zeor.memory.lines import Line, Mark, current_mark
-from zeor.optim import kernels
-from zeor.optim.auto import Auto
-from zeor.optim.chunk_steps import ChunkSteps, Run, on_host
 from zeor.optim.host_batches import batches_of
-from zeor.optim.host_update import HostUpdate, batch_numel, fused_group
-from zeor.optim.moments import Moments
-from zeor.optim.segments import Segments
-from zeor.optim.update import Done, Update
-from zeor.optim.windows import Part, Windows, Work
+from zeor.optim.kernels import adam as kernels
+from zeor.optim.parts.segments import Segments
+from zeor.optim.streaming.auto import Auto
+from zeor.optim.streaming.chunks import ChunkSteps, Run, on_host
+from zeor.optim.streaming.host import HostUpdate, batch_numel, fused_group
+from zeor.optim.streaming.moments import Moments
+from zeor.optim.streaming.pending_update import Done, Update
+from zeor.optim.streaming.windows import Part, Windows, Work
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 

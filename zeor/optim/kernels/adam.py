@@ -221,7 +221,7 @@ def sgd_pass(
     `first` says that the momentum buffer holds nothing yet: it becomes the gradient, undampened. It may be a
     0-d tensor on the device, for a caller that cannot know whether found_inf skipped the first step.
     """
-    from zeor.optim.kernels_triton import sgd_kernel
+    from zeor.optim.kernels.triton import sgd_kernel
 
     numel, device = _check_run(run, (scale, found_inf))
     if (run.momentum_buffer is None) != (settings.momentum == 0):
@@ -255,10 +255,10 @@ def sgd_pass(
 def _adam_kernel(run: AdamRun) -> tuple[Any, tuple[Tensor | None, ...]]:
     """(the kernel for the formats of this run's moments, the tensors that it takes)."""
     if run.small:
-        from zeor.optim.kernels_small import adam_small_kernel
+        from zeor.optim.kernels.small import adam_small_kernel
 
         return adam_small_kernel, run
-    from zeor.optim.kernels_triton import adam_kernel
+    from zeor.optim.kernels.triton import adam_kernel
 
     return adam_kernel, run[:6]  # all but the scales
 

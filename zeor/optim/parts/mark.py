@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zeor.optim.owners import updates_are_cut
-from zeor.optim.segments import of_shape
+from zeor.optim.owners.owners import updates_are_cut
+from zeor.optim.parts.segments import of_shape
 
 if TYPE_CHECKING:
     from zeor.optim.stepper import Stepper

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.pieces import Key, put_leaf
-from zeor.optim.probe import state_from_constructor, states_of_steps
+from zeor.optim.parts.pieces import Key, put_leaf
+from zeor.optim.parts.probe import state_from_constructor, states_of_steps
 
 TRIED_NUMEL = 1 << 16
 STEPS = 3

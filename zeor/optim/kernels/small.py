@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from zeor.memory import small
-from zeor.optim.kernels_triton import adam_moments, adam_numbers, read_gradient, read_master, write_master
+from zeor.optim.kernels.triton import adam_moments, adam_numbers, read_gradient, read_master, write_master
 
 # Note [codes of the kernel and of torch]
 # The kernel takes the hardware's root for a code, wrong by at most 2**-22 of its value, and its moments equal those

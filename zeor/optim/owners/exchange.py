@@ -16,7 +16,7 @@ from torch import Tensor
 from zeor.comm import verbs
 from zeor.comm.mesh import Mesh
 from zeor.memory.buffers import Ledger
-from zeor.optim.owners import Owned
+from zeor.optim.owners.owners import Owned
 
 ALIGN_NUMEL = 64  # a whole starts where a tensor of its own would, so that kernels choose alike
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeor.optim import kept
-from zeor.optim.owners import updates_are_cut
-from zeor.optim.probe import toys_after_steps
-from zeor.optim.rounds import Visit
+from zeor.optim.owners.exchange import Visit
+from zeor.optim.owners.owners import updates_are_cut
+from zeor.optim.parts.probe import toys_after_steps
 from zeor.runtime import events
 from zeor.runtime.lane import Lane
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.layout import Segment
-from zeor.optim.owners import Owners, updates_are_cut
-from zeor.optim.whole_state import state_from_owner
+from zeor.optim.owners.owners import Owners, updates_are_cut
+from zeor.optim.owners.state import state_from_owner
 from zeor.runtime.engine import Engine
 from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zeor.layout import Segment
 from zeor.memory import small
 from zeor.memory.rest import Rest
-from zeor.optim.pieces import Read
+from zeor.optim.parts.pieces import Read
 from zeor.runtime.lane import Lane
 
 # State that is never negative, in torch.optim and in what follows its names.

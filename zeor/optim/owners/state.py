@@ -14,7 +14,7 @@ from torch import Tensor
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
-from zeor.optim.owners import Owned
+from zeor.optim.owners.owners import Owned
 
 
 def state_from_owner(owned: Owned, state: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.memory.rest import Rest
-from zeor.optim.update import Done
+from zeor.optim.streaming.pending_update import Done
 
 WINDOWS = 3
 _ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache
