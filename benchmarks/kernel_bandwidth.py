@@ -19,15 +19,9 @@ from pathlib import Path
 import torch
 
 from zeor.memory.small import BLOCK_NUMEL, storage_of
-from zeor.optim.kernels.adam import (
-    DEFAULT_LAUNCH,
-    NARROW_LAUNCH,
-    AdamRun,
-    AdamSettings,
-    Launch,
-    adam_pass,
-    unavailable_reason,
-)
+from zeor.optim.kernels.adam import NARROW_LAUNCH, AdamRun, AdamSettings, adam_pass
+from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch
+from zeor.optim.kernels.registry import unavailable_reason
 
 PASS_NBYTES = 28
 SPLIT_NBYTES = 26  # grad 2; compute and remainder 2 + 2 each; exp_avg and exp_avg_sq 4 + 4 each

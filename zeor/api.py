@@ -204,10 +204,10 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     meta.settle(mesh, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
     for each in optimizers:
-        check_parameters(engine, each)
+        check_parameters(each, engine.slots)
     _compare_optimizers(mesh, engine, optimizers)
     for each in optimizers:
-        check_kind(engine, each)
+        check_kind(each, engine.slots, engine.mesh, engine.column)
     if mesh.rank == 0:
         make_visible()
     check_disk(engine, engine.slots, optimizers)

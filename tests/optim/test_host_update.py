@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from zeor.memory.lines import Mark
 from zeor.memory.rest import Rest
-from zeor.optim.host_batches import _cut, _joined
 from zeor.optim.streaming.host import (
     AHEAD,
     CUT_NUMEL,
     Batch,
     HostPart,
     HostUpdate,
+    _cut,
+    _joined,
     _Slot,
     _Turns,
     batch_numel,

@@ -11,9 +11,11 @@ import torch
 
 from zeor.memory.formats import cast_into, split_into
 from zeor.memory.small import decode_into, encode_into, storage_of
-from zeor.optim.kernels import adam as kernels
-from zeor.optim.kernels.adam import AdamRun, AdamSettings, SGDRun, SGDSettings, supports
+from zeor.optim.kernels.adam import MOMENTS, AdamRun, AdamSettings, _log2_in_two_parts
+from zeor.optim.kernels.protocol import check_run
 from zeor.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
+from zeor.optim.kernels.registry import supports, unavailable_reason
+from zeor.optim.kernels.sgd import SGDRun, SGDSettings
 
 NUMEL = 1003
 STEPS = 5
@@ -135,10 +137,14 @@ def test_sgd_on_a_split_master_gives_the_same_bits(case):
         assert torch.equal(split.compute, whole.compute)
 
 
+def checked(run: AdamRun | SGDRun) -> tuple[int, torch.device]:
+    return check_run(run._asdict(), MOMENTS if isinstance(run, AdamRun) else {}, ())
+
+
 def test_a_run_has_one_whole_or_one_split_master():
     whole = AdamRun(*torch.zeros(4, NUMEL), compute=torch.zeros(NUMEL, dtype=torch.bfloat16))
     split = split_of(whole)
-    assert kernels._check_run(whole, ()) == kernels._check_run(split, ()) == (NUMEL, torch.device("cpu"))
+    assert checked(whole) == checked(split) == (NUMEL, torch.device("cpu"))
     for run, word in (
         (whole._replace(master=None), "either a master or"),
         (whole._replace(remainder=split.remainder), "either a master or"),
@@ -149,7 +155,7 @@ def test_a_run_has_one_whole_or_one_split_master():
         (SGDRun(None, whole.grad), "either a master or"),
     ):
         with pytest.raises(ValueError, match=word):
-            kernels._check_run(run, ())
+            checked(run)
 
 
 def stored(values: torch.Tensor, format: str, signed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -191,7 +197,7 @@ def test_scales_fit_their_codes():
     codes, scales = stored(torch.ones(NUMEL), "int8", True)
     squares, square_scales = stored(torch.ones(NUMEL), "int8", False)
     run = AdamRun(*torch.zeros(2, NUMEL), codes, squares, None, None, scales, square_scales)
-    assert kernels._check_run(run, ()) == (NUMEL, torch.device("cpu"))
+    assert checked(run) == (NUMEL, torch.device("cpu"))
     for wrong, word in (
         (run._replace(exp_avg_scale=None), "exp_avg, 1003 elements of torch.int8, goes with 4 contiguous scales"),
         (run._replace(exp_avg_sq_scale=square_scales[1:]), "the run has 3 on cpu"),
@@ -200,7 +206,7 @@ def test_scales_fit_their_codes():
         (run._replace(exp_avg_scale=scales.double()), "exp_avg_scale is torch.float64"),
     ):
         with pytest.raises(ValueError, match=word):
-            kernels._check_run(wrong, ())
+            checked(wrong)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
@@ -238,15 +244,14 @@ def test_supports_names_a_dtype_without_an_fp32_master(dtype):
 
 
 def test_a_cpu_has_no_pass():
-    assert not kernels.available("cpu")
-    assert "not cpu" in kernels.unavailable_reason(torch.device("cpu"))
+    assert "not cpu" in unavailable_reason(torch.device("cpu"))
 
 
 def test_importing_the_module_leaves_triton_and_the_device_alone():
     # torch itself may bring Triton along: only what this module adds counts.
     program = (
         "import sys, torch; before = 'triton' in sys.modules\n"
-        "import zeor.optim.kernels.adam, zeor.optim.kernels.reference\n"
+        "import zeor.optim.kernels.registry, zeor.optim.kernels.reference\n"
         "assert ('triton' in sys.modules) == before and 'zeor.optim.kernels.triton' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()"
     )
@@ -255,7 +260,7 @@ def test_importing_the_module_leaves_triton_and_the_device_alone():
 
 def test_log2_in_two_parts_carries_48_bits():
     for beta in (0.9, 0.95, 0.999, 0.99999):
-        high, low = kernels._log2_in_two_parts(beta)
+        high, low = _log2_in_two_parts(beta)
         for step in (1, 10, 100_000):
             assert 2.0 ** ((high + low) * step) == pytest.approx(beta**step, rel=1e-9, abs=1e-300)
-    assert kernels._log2_in_two_parts(0.0) == (float("-inf"), 0.0)
+    assert _log2_in_two_parts(0.0) == (float("-inf"), 0.0)

@@ -74,7 +74,7 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
     _compare(the_mesh, params)
     engine = Engine(plan, the_mesh, plain=True)
-    check_kind(engine, optimizer)
+    check_kind(optimizer, engine.slots, the_mesh, engine.column)
     _pack(engine, params)
     engine.ready()
     stepper = Stepper(engine, optimizer)
@@ -112,7 +112,7 @@ def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
     refuse_optimizers_in_backward(new)
     one_device([*((slot.name, slot.param) for slot in engine.slots[:1]), *new])
     _compare(engine.mesh, new)
-    check_kind(engine, optimizer)
+    check_kind(optimizer, engine.slots, engine.mesh, engine.column)
     engine.drain()
     _pack(engine, new)
     engine.ready()  # orders of passes are learned anew

@@ -1,4 +1,4 @@
-"""The passes of `kernels.py` in plain torch: what they mean, and what the kernels are tested against.
+"""The passes of adam.py and sgd.py in plain torch: what they mean, and what the kernels are tested against.
 
 Each is torch.optim's single-tensor code for one run, with the gradient's scale before it and the cast to
 compute after it; a split master is put together first and taken apart at the end, moments in a small format are
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.memory.small import decode_into, encode_into
-from zeor.optim.kernels.adam import AdamRun, AdamSettings, SGDRun, SGDSettings
+from zeor.optim.kernels.adam import AdamRun, AdamSettings
+from zeor.optim.kernels.sgd import SGDRun, SGDSettings
 
 
 @torch.no_grad()
@@ -24,7 +25,7 @@ def adam_pass_reference(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """See `kernels.adam_pass`."""
+    """See `adam.adam_pass`."""
     if found_inf is not None and bool(found_inf != 0):
         return
     lr, step, (beta1, beta2) = float(settings.lr), float(step), settings.betas
@@ -55,7 +56,7 @@ def sgd_pass_reference(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """See `kernels.sgd_pass`."""
+    """See `sgd.sgd_pass`."""
     if found_inf is not None and bool(found_inf != 0):
         return
     master = _read_master(run)

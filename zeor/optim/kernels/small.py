@@ -2,7 +2,7 @@
 
 A moment is fp32, bf16, or 8-bit codes with a fp32 scale for every block (zeor.memory.small says what a code means);
 its pointer's type says which. A program works on whole blocks, one to a row of its tile, so a run starts where a
-block does. As kernels_triton.py, whose notes hold here too, it is only imported inside functions of `kernels.py`.
+block does. As triton.py, whose notes hold here too, it is only imported inside functions of adam.py.
 """
 
 import triton

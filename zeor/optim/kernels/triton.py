@@ -1,6 +1,6 @@
-"""The Triton kernels behind `zeor.optim.kernels.adam`: one pass over one contiguous run of elements.
+"""The Triton kernels behind adam.py and sgd.py: one pass over one contiguous run of elements.
 
-Only this module and kernels_small.py import Triton, and only `kernels.py` imports them, inside its functions. A kernel
+Only this module and small.py import Triton, and only adam.py and sgd.py import them, inside their functions. A kernel
 is given flat pointers and numbers; a tensor that is absent is None, which is a compile-time constant here.
 See Note [rounding is written out] and Note [full blocks and the tail].
 """

@@ -2,7 +2,7 @@
 
 Storage stays cut. Who owns what, and which parameters travel together (a round), is a pure function of shapes and
 world: every rank computes the same answer without talking. The owner alone keeps the parameter's state, whole, on
-a Parameter of the true shape that has memory only while a step computes it. This module moves nothing; see rounds.py.
+a Parameter of the true shape that has memory only while a step computes it. This module moves nothing; see exchange.py.
 Where every rank updates everything (stage 0, a world of one), each is the owner of all and nothing travels: computing
 anew costs no message, and the same aligned memory gives the same bits (BLAS rounds by how its arguments lie).
 
@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from zeor.comm.mesh import Mesh
 from zeor.layout import Segment
-from zeor.memory.roles import Residency
-from zeor.runtime.engine import Engine
-from zeor.runtime.unit import Slot
+from zeor.memory.roles import Column, Residency
+from zeor.runtime.unit import Slot, Unit
 
 
-def updates_are_cut(engine: Engine) -> bool:
+def updates_are_cut(mesh: Mesh, column: Column) -> bool:
     """Whether a rank updates a part of the model only; at stage 0 and in a world of one each updates everything."""
-    return engine.mesh.world > 1 and engine.column.update is not Residency.FULL
+    return mesh.world > 1 and column.update is not Residency.FULL
 
 
 def cost(shape: Sequence[int]) -> int:
@@ -89,28 +88,30 @@ class Owned:
 
 def _without_memory(slot: Slot) -> Tensor:
     assert slot.lane.master is not None
-    one = torch.zeros((), dtype=slot.lane.master.dtype, device=slot.engine.mesh.device)
+    one = torch.zeros((), dtype=slot.lane.master.dtype, device=slot.lane.mesh.device)
     return one.expand(slot.shape)
 
 
 class Owners:
     """The parameters of one optimizer that are computed whole, by the user's parameter, and in rounds."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._of: dict[int, Owned] = {}
+    def __init__(self, mesh: Mesh, column: Column, units: Sequence[Unit]):
+        self._units = units
+        self.owned: dict[int, Owned] = {}  # by the id of the user's parameter
         self.rounds: list[list[Owned]] = []
         # The ranks that share the work.
-        self.mesh = engine.mesh if updates_are_cut(engine) else Mesh(0, 1, engine.mesh.device)
+        self.mesh = mesh if updates_are_cut(mesh, column) else Mesh(0, 1, mesh.device)
         self.loads = [0] * self.mesh.world  # cost by rank: what is balanced
 
-    def of(self, param: Tensor) -> Owned | None:
-        return self._of.get(id(param))
+    @property
+    def cut(self) -> bool:
+        """See updates_are_cut."""
+        return self.mesh.world > 1
 
     def add(self, params: Iterable[Tensor]) -> None:
         """Give these parameters owners; those without a master or without elements need none."""
         wanted = {id(param) for param in params}
-        slots = [slot for unit in self._engine.units for slot in unit.slots if id(slot.param) in wanted]
+        slots = [slot for unit in self._units for slot in unit.slots if id(slot.param) in wanted]
         slots = [slot for slot in slots if slot.lane.grads is not None and 0 not in slot.shape]
         # Of one dtype each: a round travels as one buffer.
         for dtype in dict.fromkeys(slot.lane.master.dtype for slot in slots):  # type: ignore[union-attr]
@@ -129,7 +130,7 @@ class Owners:
             for slot, owner in zip(together, owners):
                 whole = nn.Parameter(_without_memory(slot)) if owner == rank else None
                 owned = Owned(slot, owner, self._parts(slot), whole)
-                self._of[id(slot.param)] = owned
+                self.owned[id(slot.param)] = owned
                 self.rounds[-1].append(owned)
 
     def _parts(self, slot: Slot) -> dict[int, Segment]:

@@ -19,7 +19,7 @@ from zeor.optim.owners.owners import Owned
 
 def state_from_owner(owned: Owned, state: dict[str, Any]) -> dict[str, Any]:
     """The owner's state of one parameter, on every rank; a collective. `state` counts on the owner alone."""
-    mesh, name = owned.slot.engine.mesh, owned.slot.name
+    mesh, name = owned.slot.lane.mesh, owned.slot.name
     mine = _describe(state, name) if mesh.rank == owned.owner else None
     everyone = exchange(mesh, mine, f"exchange about the optimizer's state of {name!r}")
     refused = _first_refusal(everyone[owned.owner])

@@ -13,15 +13,12 @@ Where every rank updates everything (stage 0, a world of one) the state is whole
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from zeor.optim.owners.owners import updates_are_cut
-from zeor.optim.parts.segments import of_shape
-
-if TYPE_CHECKING:
-    from zeor.optim.stepper import Stepper
+from zeor.optim.owners.owners import Owners
+from zeor.optim.parts.segments import Segments, of_shape
 
 KEY = "zeor"
 NOTE = "this is one rank's part of a sharded optimizer's state; save by zeor.save, or call zeor.unshard first"
@@ -31,22 +28,22 @@ _INSTEAD = (
 )
 
 
-def mark(stepper: Stepper, state_dict: dict[str, Any]) -> dict[str, Any]:
+def mark(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict that says whose it is."""
-    if not updates_are_cut(stepper.engine):
+    if not owners.cut:
         return state_dict
     groups = [{**group, "params": [*group["params"], NOTE]} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups, KEY: _made_here(stepper)}
+    return {**state_dict, "param_groups": groups, KEY: _made_here(segments, owners)}
 
 
-def unmark(stepper: Stepper, state_dict: dict[str, Any]) -> dict[str, Any]:
+def unmark(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict that this rank may load, without its mark; ValueError where it is another's part."""
-    found, here = state_dict.get(KEY), _made_here(stepper)
+    found, here = state_dict.get(KEY), _made_here(segments, owners)
     if found is None:
-        if updates_are_cut(stepper.engine):
-            _check_whole(stepper, state_dict)
+        if owners.cut:
+            _check_whole(segments, owners, state_dict)
         return state_dict
-    name = type(stepper.optimizer).__name__
+    name = type(segments.optimizer).__name__
     if (found["world"], found["rank"]) != (here["world"], here["rank"]):
         raise ValueError(
             f"This state dict of {name} is the part of rank {found['rank']} of {found['world']}, and this is rank "
@@ -62,16 +59,14 @@ def unmark(stepper: Stepper, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in state_dict.items() if key != KEY}, "param_groups": groups}
 
 
-def _made_here(stepper: Stepper) -> dict[str, int]:
-    mesh, cut = stepper.engine.mesh, updates_are_cut(stepper.engine)
-    return {"world": mesh.world if cut else 1, "rank": mesh.rank if cut else 0, "layout": layout(stepper)}
+def _made_here(segments: Segments, owners: Owners) -> dict[str, int]:
+    return {"world": owners.mesh.world, "rank": owners.mesh.rank, "layout": layout(segments)}
 
 
-def layout(stepper: Stepper) -> int:
+def layout(segments: Segments) -> int:
     """A number for which elements of which parameters this rank steps on, group by group."""
-    segments = stepper.segments
     found: list[Any] = []
-    for group in stepper.optimizer.param_groups:
+    for group in segments.optimizer.param_groups:
         for param in group["params"]:
             at = segments.at(param) if segments.of(param) is not None else None
             found.append((segments.slots[id(param)].shape, None if at is None else (at.start, at.numel)))
@@ -79,13 +74,13 @@ def layout(stepper: Stepper) -> int:
     return zlib.crc32(repr(found).encode())
 
 
-def _check_whole(stepper: Stepper, state_dict: dict[str, Any]) -> None:
+def _check_whole(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> None:
     """A dict without a mark must be that of whole parameters."""
-    order = [param for group in stepper.optimizer.param_groups for param in group["params"]]
+    order = [param for group in segments.optimizer.param_groups for param in group["params"]]
     for key, state in state_dict["state"].items():
-        if not isinstance(key, int) or key >= len(order) or stepper.owners.of(order[key]) is not None:
+        if not isinstance(key, int) or key >= len(order) or id(order[key]) in owners.owned:
             continue
-        slot = stepper.segments.slots[id(order[key])]
+        slot = segments.slots[id(order[key])]
         arrays = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}
         if arrays and not any(of_shape(value, slot.shape) for value in arrays.values()):
             name, value = next(iter(arrays.items()))

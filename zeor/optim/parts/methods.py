@@ -1,39 +1,27 @@
 """Methods of an optimizer beside step(): `eval()` and `train()` of schedulefree, say, which write the parameters.
 
 An optimizer's groups hold the user's parameters, and the values that count are the masters. So every public method
-that a class adds to torch's Optimizer is replaced on the instance:
-
-- One that writes parameters runs over what this rank steps on, as step() does, and the new values are published:
-  every rank must call it. Which ones write is found by trying them on toys, those without arguments that look at
-  `param_groups`; so all ranks know the same.
-- Any other runs as it is, and is stopped before it writes into weights.
-
-What the optimizer calls by itself while it steps is passed through.
+that a class adds to torch's Optimizer is replaced on the instance (by the stepper). Here is which methods these are,
+and which of them write parameters: found by trying them on toys, those without arguments that look at `param_groups`,
+so all ranks know the same. Any other runs as it is, inside Unwritten, and is stopped before it writes into weights.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeor.optim import kept
-from zeor.optim.owners.exchange import Visit
-from zeor.optim.owners.owners import updates_are_cut
 from zeor.optim.parts.probe import toys_after_steps
-from zeor.runtime import events
-from zeor.runtime.lane import Lane
 
-if TYPE_CHECKING:
-    from zeor.optim.stepper import Stepper
-
+REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")  # of every optimizer
 
 def own_methods(kind: type[Optimizer]) -> dict[str, Callable]:
     """The public methods that a class of optimizers adds to torch's Optimizer."""
@@ -77,87 +65,10 @@ def _can_be_tried(method: Callable) -> bool:
     return not needed and code is not None and "param_groups" in code.co_names
 
 
-def replacements(stepper: Stepper) -> dict[str, Callable[..., Any]]:
-    """By name, what stands for each method on the instance."""
-    optimizer = stepper.optimizer
-    writers = find_writers(optimizer, stepper.engine.mesh.device)
-
-    def replace(name: str, method: Callable) -> Callable[..., Any]:
-        run = _run_over_masters if name in writers else _run_without_writes
-
-        def call(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if stepper.calls.running:
-                return method(optimizer, *args, **kwargs)
-            return run(stepper, name, lambda: method(optimizer, *args, **kwargs))
-
-        return call
-
-    return {name: replace(name, method) for name, method in own_methods(type(optimizer)).items()}
-
-
-# ---- those that write
-
-
-@torch.no_grad()
-def _run_over_masters(stepper: Stepper, name: str, method: Callable[[], Any]) -> Any:
-    engine, what = stepper.engine, f"{type(stepper.optimizer).__name__}.{name}()"
-    engine.refuse_if_borrowed(f"{what} was called")
-    engine.unfilled.check()
-    if stepper.owners.rounds and updates_are_cut(engine):
-        raise RuntimeError(
-            f"{what} writes parameters that are updated whole, by one rank each, as this optimizer looks at matrices; "
-            "zeor cannot do that beside a step; use zeor.shard(..., stage=0), where every rank updates everything."
-        )
-    engine.announce(events.OTHER, what)
-    kept.heed_new_state(stepper)
-    engine.drain()
-    lanes = _lanes(stepper)
-    visits = [Visit(stepper.owners.mesh, engine.ledger, members, what) for members in stepper.owners.rounds]
-    for visit in visits:
-        visit.start()
-        visit.arrive()
-    for lane in lanes:
-        lane.wait()
-        lane.master.fetch()  # type: ignore[union-attr]
-    try:
-        with kept.shown(stepper), stepper.calls.in_groups(stepper.calls.everything()):
-            return method()
-    finally:
-        for lane in lanes:
-            lane.master.spill()  # type: ignore[union-attr]
-            lane.catch_up()
-        for visit in visits:
-            visit.send_back()
-            visit.finish()
-        engine.forget_gathered()
-        for unit in engine.units:
-            if any(lane.grads is not None for lane in unit.lanes):
-                engine.publish(unit)
-        if engine.plain:
-            engine.drain()
-
-
-def _lanes(stepper: Stepper) -> list[Lane]:
-    """Those of which segments are updated, by this rank or another."""
-    params = (param for group in stepper.optimizer.param_groups for param in group["params"])
-    slots = [stepper.segments.slots[id(param)] for param in params if stepper.owners.of(param) is None]
-    return list(dict.fromkeys(slot.lane for slot in slots if slot.lane.grads is not None))
-
-
-# ---- those that do not
-
-
-def _run_without_writes(stepper: Stepper, name: str, method: Callable[[], Any]) -> Any:
-    what = f"{type(stepper.optimizer).__name__}.{name}()"
-    weights = [lane.full.flat for unit in stepper.engine.units for lane in unit.lanes]
-    with _Watch(what, [*weights, *stepper.segments.all()]):
-        return method()
-
-
-class _Watch(TorchDispatchMode):
+class Unwritten(TorchDispatchMode):
     """Inside, what would write into these tensors' memory raises first."""
 
-    def __init__(self, what: str, watched: list[Tensor] | list[nn.Parameter]):
+    def __init__(self, what: str, watched: Iterable[Tensor]):
         super().__init__()
         self._what = what
         self._watched = {tensor.untyped_storage()._cdata for tensor in watched}

@@ -18,55 +18,54 @@ from torch.optim import Optimizer
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
+from zeor.comm.mesh import Mesh
 from zeor.layout import Segment
-from zeor.optim.owners.owners import Owners, updates_are_cut
+from zeor.optim.owners.owners import Owners
 from zeor.optim.owners.state import state_from_owner
-from zeor.runtime.engine import Engine
-from zeor.runtime.lane import Lane
 from zeor.runtime.unit import Slot
 
 
 class Segments:
     """The segments of one optimizer, by the user's parameter."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, owners: Owners):
-        self.engine, self.optimizer, self._owners = engine, optimizer, owners
+    def __init__(self, optimizer: Optimizer, slots: Iterable[Slot], owners: Owners, mesh: Mesh):
+        self.optimizer, self._owners, self._mesh = optimizer, owners, mesh
         self.resting: Callable[[Tensor], dict[str, Tensor]] = lambda param: {}  # state beside the optimizer's own
-        self._of: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
+        self.parts: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
         self._at: dict[int, Segment] = {}
-        self.slots: dict[int, Slot] = {id(slot.param): slot for slot in engine.slots}
+        self.slots: dict[int, Slot] = {id(slot.param): slot for slot in slots}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 self.make(param)
 
     def make(self, param: Tensor) -> None:
         """What this rank steps on for one parameter, and its state, cut."""
-        slot, owned = self.slots[id(param)], self._owners.of(param)
+        slot, owned = self.slots[id(param)], self._owners.owned.get(id(param))
         if slot.lane.grads is None:
             return  # frozen; made when it is unfrozen
         if owned is not None:
             if owned.whole is not None:
-                self._of[id(param)] = owned.whole
+                self.parts[id(param)] = owned.whole
                 self._at[id(param)] = Segment(slot.index, 0, owned.numel, 0)
         else:
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     with slot.lane.full.owning():
-                        self._of[id(param)] = nn.Parameter(slot.lane.master_part(segment))
+                        self.parts[id(param)] = nn.Parameter(slot.lane.master_part(segment))
                     self._at[id(param)] = segment
         self.adopt(param, self.optimizer.state)
 
     def adopt(self, param: Tensor, state_by_param: dict[Any, Any]) -> None:
         """State that is held for the user's own parameter is held for this rank's part from here on."""
         state = dict.pop(state_by_param, param, None)
-        mine = self._of.get(id(param))
+        mine = self.parts.get(id(param))
         cut = self.cut_state(param, state) if state else {}
         if state and mine is not None:
             state_by_param[mine] = cut
 
     def of(self, param: Tensor) -> nn.Parameter | None:
         """The segment this rank updates (on an owner the whole), or None where it has none."""
-        return self._of.get(id(param))
+        return self.parts.get(id(param))
 
     def at(self, param: Tensor) -> Segment:
         """Which elements of the parameter these are."""
@@ -74,13 +73,13 @@ class Segments:
 
     def all(self) -> Iterable[nn.Parameter]:
         """Everything this rank's optimizer steps on."""
-        return self._of.values()
+        return self.parts.values()
 
     def cut_state(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """A parameter's state as this rank keeps it, from the whole parameter's or from its own; nothing where this
         rank has no part. What cannot be cut is refused, on every rank."""
         slot = self.slots[id(param)]
-        if self._owners.of(param) is None and updates_are_cut(self.engine):
+        if id(param) not in self._owners.owned and self._owners.cut:
             check_cuttable(slot.name, slot.shape, state)
         return {key: self._cut(param, value) for key, value in state.items()} if self.of(param) is not None else {}
 
@@ -90,7 +89,7 @@ class Segments:
         slot = self.slots[id(param)]
         if not isinstance(value, Tensor):
             return value
-        segment, mine = self._at[id(param)], self._of[id(param)]
+        segment, mine = self._at[id(param)], self.parts[id(param)]
         dtype = mine.dtype if value.dtype == slot.dtype else value.dtype
         if not of_shape(value, slot.shape, plain=True):
             return value.to(dtype)
@@ -99,13 +98,13 @@ class Segments:
 
     def whole(self, param: Tensor) -> dict[str, Any]:
         """One parameter's state put together from all ranks; a collective."""
-        slot, mine = self.slots[id(param)], self._of.get(id(param))
+        slot, mine = self.slots[id(param)], self.parts.get(id(param))
         state = dict(self.optimizer.state.get(mine, {})) if mine is not None else {}
         resting = self.resting(param).items()
-        state.update({name: value.to(self.engine.mesh.device, copy=True) for name, value in resting})
-        if slot.lane.grads is None or slot.lane.updates_whole or self.engine.mesh.world == 1:
+        state.update({name: value.to(self._mesh.device, copy=True) for name, value in resting})
+        if slot.lane.grads is None or slot.lane.updates_whole or self._mesh.world == 1:
             return state
-        owned = self._owners.of(param)
+        owned = self._owners.owned.get(id(param))
         if owned is not None:
             return state_from_owner(owned, state)
         return _put_together(slot, self._at.get(id(param)), state)
@@ -118,7 +117,7 @@ class Segments:
         kept = [group["params"] for group in groups]
         try:
             for group in groups:
-                group["params"] = [self._of.get(id(param), param) for param in group["params"]]
+                group["params"] = [self.parts.get(id(param), param) for param in group["params"]]
             yield
         finally:
             for group, params in zip(groups, kept):
@@ -127,7 +126,7 @@ class Segments:
 
 def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) -> dict[str, Any]:
     """Gather a parameter's element-wise state; ranks without a part learn the rest from those with one."""
-    mesh = slot.engine.mesh
+    mesh = slot.lane.mesh
     numel = segment.numel if segment else 0
     described: dict[str, Any] = {}
     refused = ""
@@ -186,7 +185,7 @@ def _words(value: Any) -> str:
 
 
 def _gather_elements(slot: Slot, everyone: list, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
-    mesh = slot.engine.mesh
+    mesh = slot.lane.mesh
     longest = max(rank[2] for rank in everyone)
     padded = torch.zeros(longest, dtype=dtype, device=mesh.device)
     if mine is not None:
@@ -197,24 +196,3 @@ def _gather_elements(slot: Slot, everyone: list, mine: Tensor | None, dtype: tor
     for row, (_, start, numel, _) in zip(rows.view(mesh.world, longest), everyone):
         whole[start : start + numel] = row[:numel]
     return whole.view(slot.shape)
-
-
-def settle_scales(lane: Lane) -> None:
-    """Remembered factors are multiplied into the sum where it is as wide as the master, so that the user sees
-    what was used; else into the wide copy that is made of each part."""
-    grads = lane.grads
-    assert grads is not None and lane.master is not None
-    if grads.dtype == lane.master.dtype:
-        grads.apply_scales()
-
-
-def master_gradient(slot: Slot, segment: nn.Parameter) -> Tensor:
-    """One segment's gradient in the master's dtype and the segment's shape."""
-    grads = slot.lane.grads
-    assert grads is not None
-    part, factor = grads.local(slot.index), grads.scales[slot.index]
-    if part.dtype != segment.dtype:
-        part = part.to(segment.dtype)
-        if factor is not None:
-            part.mul_(factor)
-    return part.view(segment.shape)

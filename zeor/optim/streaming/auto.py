@@ -12,22 +12,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Callable
 
 from zeor.comm.agree import exchange
+from zeor.comm.mesh import Mesh
 from zeor.memory.device import DeviceMemory
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import free_host_nbytes
 from zeor.memory.placement import Room, choose, size
-from zeor.optim.streaming.moments import moment_count, moment_itemsize
+from zeor.optim.streaming.streaming import Streaming
 from zeor.optim.streaming.windows import WINDOWS
-from zeor.runtime.engine import Engine
+from zeor.plan import Plan
 from zeor.runtime.lane import Lane
-
-if TYPE_CHECKING:
-    from zeor.optim.streaming.streaming import Streaming
+from zeor.runtime.places import Places
+from zeor.runtime.unit import Unit
 
 HOST_SHARE = 0.95  # of what is free there: the rest is the system's and the loader's
 DISK_SHARE = 0.98
@@ -35,13 +33,17 @@ log = logging.getLogger("zeor")
 
 
 class Auto:
-    def __init__(self, engine: Engine, streaming: Streaming, optimizer: torch.optim.Optimizer, chunk_numel: int):
-        offload = engine.plan.offload
+    """`drain` waits for everything under way."""
+
+    def __init__(
+        self, streaming: Streaming, plan: Plan, mesh: Mesh, units: list[Unit], places: Places, drain: Callable[[], None]
+    ):
+        offload = plan.offload
         assert offload is not None
-        self._engine, self._streaming, self._offload = engine, streaming, offload
-        self._moments = moment_count(optimizer) * moment_itemsize(engine.plan.moments, torch.float32)
-        self._chunk_numel = chunk_numel
-        self._memory = DeviceMemory(engine.mesh.device)
+        self._streaming, self._plan, self._offload, self._mesh = streaming, plan, offload, mesh
+        self._units, self._places, self._drain = units, places, drain
+        self._moments = streaming.moments.nbytes_per_element()
+        self._memory = DeviceMemory(mesh.device)
         if isinstance(offload.device_budget, int):
             self._memory.limit(offload.device_budget)
         self._steps = 0
@@ -56,14 +58,14 @@ class Auto:
     @property
     def _lanes(self) -> list[Lane]:
         """In the order they are used."""
-        units = self._engine.units
-        return [lane for unit in units for lane in unit.lanes if lane.grads is not None and lane.master is not None]
+        lanes = [lane for unit in self._units for lane in unit.lanes]
+        return [lane for lane in lanes if lane.grads is not None and lane.master is not None]
 
     def _need(self, lane: Lane) -> int:
         """Bytes of a lane's state: the moments, and the remainder where there is one."""
         assert lane.master is not None
         kept = 2 if lane.master.remainder is not None else 0
-        wide = lane.master.dtype.itemsize / 4 if self._engine.plan.moments == "exact" else 1
+        wide = lane.master.dtype.itemsize / 4 if self._plan.moments == "exact" else 1
         return int(lane.master.numel * (self._moments * wide + kept))
 
     def _budget(self) -> int | None:
@@ -76,7 +78,7 @@ class Auto:
 
     def _window_nbytes(self) -> int:
         largest = max((lane.master.numel for lane in self._lanes if lane.master is not None), default=0)
-        return int(WINDOWS * min(self._chunk_numel, largest) * (self._moments + 2))
+        return int(WINDOWS * min(self._streaming.chunk_numel, largest) * (self._moments + 2))
 
     def _fixed_nbytes(self) -> int:
         """What the device must hold whatever is placed where: compute, gradients until the step, a whole master."""
@@ -85,17 +87,16 @@ class Auto:
             assert lane.grads is not None
             found += 0 if lane.rest.tiers.compute != "device" else lane.mine.nbytes
             found += _wide_nbytes(lane)
-            if not self._engine.plan.release and lane.grads.resting is None:
+            if not self._plan.release and lane.grads.resting is None:
                 found += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize
         return found
 
     def _ranks_here(self) -> int:
         """How many ranks share this host's memory and disk."""
-        mesh = self._engine.mesh
-        if mesh.fake:
+        if self._mesh.fake:
             return 1
-        hosts = exchange(mesh, socket.gethostname(), "count of the ranks on each host")
-        return max(hosts.count(hosts[mesh.rank]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        hosts = exchange(self._mesh, socket.gethostname(), "count of the ranks on each host")
+        return max(hosts.count(hosts[self._mesh.rank]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def _refuse_together(self) -> None:
         """Where one rank cannot go on the others must not wait for it."""
@@ -104,7 +105,7 @@ class Auto:
             self._refuse_hopeless()
         except ValueError as error:
             problem = str(error)
-        mesh = self._engine.mesh
+        mesh = self._mesh
         for rank, theirs in enumerate([problem] if mesh.fake else exchange(mesh, problem, "check of offload=auto")):
             if theirs:
                 raise ValueError(problem or f"Rank {rank} cannot place its state: {theirs}")
@@ -142,8 +143,8 @@ class Auto:
 
     def before_update(self) -> None:
         """Something is about to be updated."""
-        if not self._engine.places.decided:  # by another optimizer of the same model, say
-            self._engine.places.decided = True
+        if not self._places.decided:  # by another optimizer of the same model, say
+            self._places.decided = True
             self._decide()
 
     def after_step(self) -> None:
@@ -164,8 +165,8 @@ class Auto:
         if self._memory.total_nbytes() is None:
             return 0
         rest = 0
-        if self._engine.plan.release:
-            rest = max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._engine.units)
+        if self._plan.release:
+            rest = max(sum(lane.mine.nbytes for lane in unit.lanes) for unit in self._units)
         return holes_nbytes(budget, self._offload.device_budget is not None) + rest
 
     def _decide(self) -> None:
@@ -188,7 +189,7 @@ class Auto:
         self._say(tiers, budget, used)
 
     def _chosen(self, lanes: list[Lane], room: Room) -> list[str]:
-        return choose([self._need(lane) for lane in lanes], room, spread=self._engine.plan.release)
+        return choose([self._need(lane) for lane in lanes], room, spread=self._plan.release)
 
     def _tried(self, lanes: list[Lane], tiers: list[str], room: Room) -> list[str]:
         """What turns out not to fit on the device goes further: its memory may be in pieces, or others' by now."""
@@ -227,9 +228,9 @@ class Auto:
     def _relieve(self, nbytes: int) -> None:
         """More than was expected is used: lanes off the device until it is less by so much."""
         moved = 0
-        self._engine.drain()
+        self._drain()
         lanes = self._lanes
-        for lane in lanes[::2] + lanes[1::2] if self._engine.plan.release else reversed(lanes):
+        for lane in lanes[::2] + lanes[1::2] if self._plan.release else reversed(lanes):
             if moved < nbytes and lane.rest.tiers.moments == "device":
                 self._place(lane, "host")
                 self._streaming.adopt(lane)
@@ -238,7 +239,7 @@ class Auto:
         log.info("offload=auto: %s too much were used; %s of state moved to the host", size(nbytes), size(moved))
 
     def _say(self, tiers: list[str], budget: int | None, used: int) -> None:
-        if self._engine.mesh.rank != 0:
+        if self._mesh.rank != 0:
             return
         held = {tier: sum(self._need(x) for x, t in zip(self._lanes, tiers) if t == tier) for tier in Room._fields}
         told = ", ".join(f"{tiers.count(t)} lanes ({size(n)}) on the {t}" for t, n in held.items() if n)

@@ -1,52 +1,35 @@
-"""What is done to one chunk once it is there: the one-pass kernel, or the optimizer's own step over a stand-in.
+"""The optimizer's own step over a chunk, by a stand-in: where no kernel knows the optimizer.
 
-A chunk is a part of a run: neighbouring segments that are updated alike. Both ways read and write the tensors they are
-given by name (compute, remainder or master, grad, moments and their scales) and know nothing of where those rest.
+A chunk is a part of a run (kernels/run.py) of one segment. As a kernel, the step reads and writes tensors that it is
+given by name (compute, remainder or master, grad, moments and their scales) and knows nothing of where those rest.
 """
 
 from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeor.layout import Segment
 from zeor.memory import small
 from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.memory.lines import Line
-from zeor.optim.kernels import adam as kernels
+from zeor.optim.kernels.run import LaneRun
+from zeor.optim.parts.methods import REPLACED
 from zeor.optim.parts.probe import raw_step
-from zeor.optim.patch import REPLACED
 from zeor.optim.streaming.moments import UNSIGNED, Moments, is_moment
 from zeor.runtime.lane import Lane
-
-
-class Run:
-    """Neighbouring elements [begin, end) of a lane updated alike: one segment, or several where no bit changes."""
-
-    def __init__(self, group: int, where: Segment, segment: nn.Parameter, age: int):
-        self.group, self.where, self.age = group, where, age
-        self.begin, self.end = where.offset, where.offset + where.numel
-        self.segments = [segment]
-
-    def takes(self, other: Run) -> bool:
-        if self.end == other.begin and (self.group, self.age) == (other.group, other.age):
-            self.end = other.end
-            self.segments += other.segments
-            return True
-        return False
 
 
 class Begun(NamedTuple):
     """A segment before a stock step: its counters, the names of its moments, and the optimizer's own attributes, of
     which a GradScaler takes some back when step() returns."""
 
-    run: Run
+    run: LaneRun
     counters: dict[str, Any]
     names: list[str]
     attributes: dict[str, Any]
@@ -61,55 +44,12 @@ class Chunk(NamedTuple):
     at: dict[str, Tensor]
 
 
-class ChunkSteps:
+class StockSteps:
     def __init__(self, optimizer: Optimizer, moments: Moments, line: Line):
         self._optimizer, self._moments, self._line = optimizer, moments, line
         self._raw_step = raw_step(optimizer)
-        self.adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
-    def pass_names(self) -> tuple[str, ...]:
-        if self.adam:
-            return ("exp_avg", "exp_avg_sq")
-        return ("momentum_buffer",) if any(group["momentum"] for group in self._optimizer.param_groups) else ()
-
-    def age(self, segment: nn.Parameter) -> int:
-        """Steps taken so far, as far as the pass must know."""
-        state = self._optimizer.state[segment]
-        if self.adam:
-            return int(state.setdefault("step", torch.zeros(())))
-        return int("momentum_buffer" in self._moments.names(segment))
-
-    # ---- the one-pass kernel
-
-    def pass_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
-        group, names = groups[run.group], self.pass_names()
-        if self.adam:
-            torch._foreach_add_([self._optimizer.state[segment]["step"] for segment in run.segments], 1.0)
-            settings = kernels.AdamSettings.from_group(self._optimizer, group)
-        else:
-            sgd_settings = kernels.SGDSettings.from_group(group)
-        for segment in run.segments:
-            self._moments._names[segment] = list(names)
-
-        def chunk_step(lane: Lane, begin: int, end: int, scale: Tensor | float | None, at: dict[str, Tensor]) -> None:
-            assert lane.master is not None
-            compute = None if lane.master.format == "compute" else at["compute"]
-            weights = (at.get("master"), at["grad"])
-            if self.adam:
-                scales = [at.get(f"{name} scales") for name in names]
-                adam = kernels.AdamRun(*weights, at["exp_avg"], at["exp_avg_sq"], compute, at.get("remainder"), *scales)
-                kernels.adam_pass(adam, settings, run.age + 1, scale)  # type: ignore[arg-type]
-            else:
-                sgd = kernels.SGDRun(*weights, at.get("momentum_buffer"), compute, at.get("remainder"))
-                kernels.sgd_pass(sgd, sgd_settings, run.age == 0, scale)  # type: ignore[arg-type]
-            if isinstance(scale, Tensor):
-                self._line.uses(scale)
-
-        return chunk_step
-
-    # ---- the optimizer's own step
-
-    def begun(self, run: Run, host: bool = False) -> Begun:
+    def begun(self, run: LaneRun, host: bool = False) -> Begun:
         """What a stock step of one segment begins with, whichever part of it comes first. `host`: it runs there."""
         (segment,) = run.segments
         own = vars(self._optimizer).items()
@@ -117,16 +57,7 @@ class ChunkSteps:
         attributes = on_host(attributes) if host else attributes
         return Begun(run, dict(self._optimizer.state.get(segment, {})), list(self._moments.names(segment)), attributes)
 
-    def stock_over(self, run: Run, groups: list[dict[str, Any]]) -> Callable[..., None]:
-        """One segment, chunk by chunk."""
-        begun = self.begun(run)
-
-        def chunk_step(lane: Lane, begin: int, end: int, scale: Tensor | float | None, at: dict[str, Tensor]) -> None:
-            self.step_stock(lane, [Chunk(begun, begin, end, at)], groups, scale)
-
-        return chunk_step
-
-    def step_stock(
+    def step(
         self, lane: Lane, chunks: Sequence[Chunk], groups: list[dict[str, Any]], scale: Tensor | float | None
     ) -> None:
         """Chunks of different segments by one step. A stand-in of the optimizer steps, so that the user's own is not
@@ -187,7 +118,7 @@ class ChunkSteps:
         return values
 
     def _keep(
-        self, lane: Lane, run: Run, begin: int, end: int, at: dict[str, Tensor], state: dict[str, Any]
+        self, lane: Lane, run: LaneRun, begin: int, end: int, at: dict[str, Tensor], state: dict[str, Any]
     ) -> None:
         """The moments of a chunk after its step, back into their format. Those that are new begin to rest."""
         (segment,) = run.segments
@@ -201,7 +132,7 @@ class ChunkSteps:
             if name not in self._moments.names(segment):
                 self._moments.names(segment).append(name)
 
-    def _begin(self, lane: Lane, run: Run, begin: int, end: int, name: str, value: Tensor) -> None:
+    def _begin(self, lane: Lane, run: LaneRun, begin: int, end: int, name: str, value: Tensor) -> None:
         """A first step made this state: write it to where it rests from now on."""
         moment = self._moments.need(lane, name, value.dtype)
         codes, scales = moment.codes.tensor[begin:end], None

@@ -29,7 +29,11 @@ from zeor.memory.device import thread_beside
 from zeor.memory.formats import cast_and_spoil
 from zeor.memory.lines import Line, Mark
 from zeor.memory.rest import Rest
+from zeor.optim.kernels.run import LaneRun
+from zeor.optim.streaming.chunks import Begun, Chunk, StockSteps
+from zeor.optim.streaming.moments import Moments
 from zeor.optim.streaming.pending_update import Done
+from zeor.runtime.lane import Lane
 
 AHEAD = 2  # batches whose gradients are on their way down: the link is faster than the step
 MOST_NUMEL = 1 << 24  # elements of a batch
@@ -261,6 +265,73 @@ def _packed(numels: Sequence[int]) -> list[int]:
         at = -(-at // CUT_NUMEL) * CUT_NUMEL + numel
         ends.append(at)
     return ends
+
+
+class _Cut(NamedTuple):
+    begun: Begun
+    begin: int
+    end: int
+
+
+def batches_of(
+    lane: Lane,
+    runs: Sequence[LaneRun],
+    moments: Moments,
+    steps: StockSteps,
+    groups: list[dict[str, Any]],
+    scale: Tensor | float | None,
+    most: int,
+) -> list[Batch]:
+    """Of at most so many elements; `groups`: the settings each step is called with."""
+    master, grads = lane.master, lane.grads
+    assert master is not None and master.own is not None and grads is not None
+    own, compute = master.own.tensor, master.compute.tensor
+
+    def batch_of(cuts: list[_Cut]) -> Batch:
+        parts, chunks = [], []
+        for begun, begin, end in cuts:
+            rest, first = grads.at_rest(begun.run.where)
+            parts.append(HostPart(begin, end, rest, begin - first))
+            at = {name: moments.need(lane, name).codes.tensor[begin:end] for name in begun.names}
+            chunks.append(Chunk(begun, begin, end, {"master": own[begin:end], **at}))
+
+        def step(given: list[Tensor]) -> None:
+            for chunk, grad in zip(chunks, given):
+                chunk.at["grad"] = grad
+            steps.step(lane, chunks, groups, None)
+
+        published = [(own[begin:end], compute[begin:end]) for begin, end in _joined(cuts)]
+        return Batch(parts, published, scale, step)
+
+    return [batch_of(cuts) for cuts in _cut([steps.begun(run, host=True) for run in runs], most)]
+
+
+def _cut(begun: Sequence[Begun], most: int) -> Iterator[list[_Cut]]:
+    batch: list[_Cut] = []
+    room = most
+    for each in begun:
+        at = each.run.begin
+        while at < each.run.end:
+            end = min(each.run.end, at + room // CUT_NUMEL * CUT_NUMEL)
+            batch.append(_Cut(each, at, end))
+            room -= -(-(end - at) // CUT_NUMEL) * CUT_NUMEL
+            at = end
+            if room < CUT_NUMEL:
+                yield batch
+                batch, room = [], most
+    if batch:
+        yield batch
+
+
+def _joined(cuts: Sequence[_Cut]) -> list[tuple[int, int]]:
+    """The same elements in as few ranges as they lie in."""
+    ranges: list[tuple[int, int]] = []
+    for _, begin, end in cuts:
+        if ranges and ranges[-1][1] == begin:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((begin, end))
+    return ranges
 
 
 def default_threads() -> int:

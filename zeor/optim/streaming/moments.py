@@ -86,6 +86,10 @@ class Moments:
         self._names: dict[nn.Parameter, list[str]] = {}  # of a segment: those that have values
         self._bases: dict[Lane, dict[int, int]] = {}
 
+    def nbytes_per_element(self) -> float:
+        """Of everything that the optimizer will keep, where the master is fp32."""
+        return moment_count(self._optimizer) * moment_itemsize(self.format, torch.float32)
+
     # ---- arrays
 
     def of(self, lane: Lane) -> dict[str, Moment]:

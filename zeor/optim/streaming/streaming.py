@@ -13,27 +13,29 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeor.layout import Segment
 from zeor.memory.device import thread_beside
 from zeor.memory.lines import Line, Mark, current_mark
-from zeor.optim.host_batches import batches_of
-from zeor.optim.kernels import adam as kernels
+from zeor.optim.kernels.protocol import Kernel
+from zeor.optim.kernels.registry import kernel_for
+from zeor.optim.kernels.run import LaneRun, as_kernels_read, lane_scale, runs_of
 from zeor.optim.parts.segments import Segments
-from zeor.optim.streaming.auto import Auto
-from zeor.optim.streaming.chunks import ChunkSteps, Run, on_host
-from zeor.optim.streaming.host import HostUpdate, batch_numel, fused_group
+from zeor.optim.streaming.chunks import Chunk, StockSteps, on_host
+from zeor.optim.streaming.host import HostUpdate, batch_numel, batches_of, fused_group
 from zeor.optim.streaming.moments import Moments
 from zeor.optim.streaming.pending_update import Done, Update
-from zeor.optim.streaming.windows import Part, Windows, Work
-from zeor.runtime.engine import Engine
+from zeor.optim.streaming.windows import ChunkPart, WindowRing, Work
+from zeor.plan import Plan
 from zeor.runtime.lane import Lane
+from zeor.runtime.unit import Unit
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
 ChunkStep = Callable[[dict[str, Tensor]], None]
@@ -41,29 +43,33 @@ IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds 
 
 
 class Streaming:
-    def __init__(self, engine: Engine, optimizer: Optimizer, segments: Segments):
-        self.engine, self._optimizer, self._segments = engine, optimizer, segments
-        plan = engine.plan
+    """`adopted(lane)` is called when a lane is updated here that was not before."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        units: list[Unit],
+        optimizer: Optimizer,
+        segments: Segments,
+        adopted: Callable[[Lane], None],
+    ):
+        self._plan, self._device, self._units = plan, device, units
+        self._optimizer, self._segments, self._adopted = optimizer, segments, adopted
         self.moments = Moments(optimizer, plan.moments)
         self._always = plan.moments != "exact" or plan.delay > 0
-        self._chunk_numel = chunk_numel(engine)
-        self._windows = Windows(engine.mesh.device)
+        self.chunk_numel = chunk_numel(plan, units)
+        self._windows = WindowRing(device)
         self._host: HostUpdate | None = None
         if plan.offload is not None and plan.offload.update == "host":
-            wide = [lane for unit in engine.units for lane in unit.lanes if lane.rest.wide]
+            wide = [lane for unit in units for lane in unit.lanes if lane.rest.wide]
             sizes = [(lane.master.numel, len(lane.segments)) for lane in wide if lane.master is not None]
-            most = batch_numel(self._chunk_numel, sizes)
-            self._host = HostUpdate(engine.mesh.device, most, plan.offload.threads)
+            self._host = HostUpdate(device, batch_numel(self.chunk_numel, sizes), plan.offload.threads)
         self._pump: ThreadPoolExecutor | None = None
         self._works: deque[Work] = deque()  # for it
         self._in_flight: deque[Update] = deque()
         self._last: Update | None = None  # of this step
-        self.adopted: Callable[[Lane], None] = lambda lane: None  # told whoever updated it before
-        self.auto: Auto | None = None
-        if plan.offload is not None and plan.offload.auto:
-            self.auto = Auto(engine, self, optimizer, self._chunk_numel)
-        self._steps = ChunkSteps(optimizer, self.moments, self._windows.updates)
-        engine.backward.begins.append(self.begin_backward)
+        self._steps = StockSteps(optimizer, self.moments, self._windows.updates)
 
     def takes(self, lane: Lane) -> bool:
         """Whether this lane is updated here."""
@@ -73,11 +79,11 @@ class Streaming:
 
     def adopt(self, lane: Lane) -> None:
         """A lane that was updated without streaming is from now on: its moments come to rest here."""
-        for slot in (slot for unit in self.engine.units for slot in unit.slots if slot.lane is lane):
+        for slot in (slot for unit in self._units for slot in unit.slots if slot.lane is lane):
             segment = self._segments.of(slot.param)
             if segment is not None:
                 self.moments.take(lane, self._segments.at(slot.param), segment)
-        self.adopted(lane)
+        self._adopted(lane)
 
     # ---- one lane
 
@@ -95,7 +101,7 @@ class Streaming:
             if self._host is not None and lane.rest.wide:
                 lane.master.pending = self._start_on_host(lane, work, groups, earlier)
             else:
-                chunks, steps = self._prepare(lane, self._runs(lane, work), groups, self._scale(lane))
+                chunks, steps = self._prepare(lane, work, groups)
                 lane.master.pending = self._start(lane, chunks, steps, earlier) or earlier
             self._last = lane.master.pending if isinstance(lane.master.pending, Update) else self._last
             lane.behind = lane.lags
@@ -105,7 +111,7 @@ class Streaming:
                 self._bound(lane.master.pending)  # type: ignore[arg-type]
 
     def _kept(self, lane: Lane, line: Line) -> list[Tensor]:
-        """Gradients on the device that are read in this line: see Note [Gradients until they are used] in update.py."""
+        """Gradients on the device that are read in this line: see Note [Gradients until they are used]."""
         assert lane.grads is not None
         if lane.grads.resting:
             return []
@@ -116,14 +122,14 @@ class Streaming:
             return []
         return held
 
-    def _start(self, lane: Lane, chunks: list[list[Part]], steps: list[ChunkStep], earlier: Any) -> Update | None:
+    def _start(self, lane: Lane, chunks: list[list[ChunkPart]], steps: list[ChunkStep], earlier: Any) -> Update | None:
         """Queue a lane's chunks: here, or in the thread that waits for files."""
         away = [part.rest for chunk in chunks for part in chunk if part.rest.away]
         if not away:
             for chunk, step in zip(chunks, steps):
                 step({part.name: part.home for part in chunk})
             return None
-        windows, ready = self._windows, current_mark(self.engine.mesh.device)
+        windows, ready = self._windows, current_mark(self._device)
         compute_away = lane.master is not None and lane.master.compute.away
         keeps = self._kept(lane, windows.updates)
 
@@ -136,13 +142,13 @@ class Streaming:
         if any(rest.file is not None for rest in away) or self._pump is not None:
             self._works.append(work)
             self._submit(functools.partial(windows.run, self._works))
-            return Update(work.done, self.engine.mesh.device, compute_away, keeps)
+            return Update(work.done, self._device, compute_away, keeps)
         windows.run(deque([work]))
         if work.done.exception() is not None:  # what is queued goes on, and whoever reads the lane must wait for it
             queued = Done(windows.updates.mark(), windows.spills.mark()).future()
-            lane.master.pending = Update(queued, self.engine.mesh.device, compute_away, keeps)  # type: ignore[union-attr]
+            lane.master.pending = Update(queued, self._device, compute_away, keeps)  # type: ignore[union-attr]
             work.done.result()
-        return Update(work.done, self.engine.mesh.device, compute_away, keeps)
+        return Update(work.done, self._device, compute_away, keeps)
 
     def _submit(self, job: Callable[[], None]) -> None:
         """To be done by the one thread beside the loop, in order."""
@@ -151,7 +157,7 @@ class Streaming:
 
         def run() -> None:
             try:
-                with thread_beside(self.engine.mesh.device):
+                with thread_beside(self._device):
                     job()
             except BaseException as error:  # a device that is gone, say: nobody may wait for ever
                 while self._works:
@@ -162,14 +168,14 @@ class Streaming:
     def _start_on_host(
         self, lane: Lane, work: list[list[Tensor]], groups: list[dict[str, Any]], earlier: Any
     ) -> Update:
-        """The stock step over the host's memory: see host_update.py."""
+        """The stock step over the host's memory: see host.py."""
         host, grads = self._host, lane.grads
         assert host is not None and grads is not None and lane.master is not None
         host.reserve(lane.master.dtype)
-        scale, fused = self._scale(lane), [fused_group(on_host(group)) for group in groups]
-        runs = self._runs(lane, work)
+        scale, fused = lane_scale(lane), [fused_group(on_host(group)) for group in groups]
+        runs = self._runs(lane, work, None)
         batches = batches_of(lane, runs, self.moments, self._steps, fused, scale, host.batch_numel)
-        ready, resting = current_mark(self.engine.mesh.device), grads.resting
+        ready, resting = current_mark(self._device), grads.resting
         rested = resting.spilled if resting else Mark()
 
         def wait() -> None:
@@ -180,7 +186,7 @@ class Streaming:
             rested.hold(host.widens)  # gradients' copies out, in backward -> their way here
 
         keeps = self._kept(lane, host.widens)
-        return Update(host.start(batches, wait), self.engine.mesh.device, compute_away=False, keeps=keeps)
+        return Update(host.start(batches, wait), self._device, compute_away=False, keeps=keeps)
 
     def _bound(self, update: Update | None) -> None:
         if update is not None:
@@ -188,100 +194,91 @@ class Streaming:
         while len(self._in_flight) > IN_FLIGHT:
             self._in_flight.popleft().hold()  # what backward allocates from here on may lie where its gradients did
 
-    def _scale(self, lane: Lane) -> Tensor | float | None:
-        """The factor to multiply gradients by; several different ones are multiplied in here."""
-        grads = lane.grads
-        assert grads is not None
-        common, factor = grads.common_scale()
-        if not common:
-            grads.apply_scales()
-        if not common or factor is None or not self._by_pass(lane):
-            return factor if common else None
-        return torch.as_tensor(factor, dtype=torch.float32).to(lane.mesh.device, non_blocking=True)
-
     # ---- chunks
 
-    def _runs(self, lane: Lane, work: list[list[Tensor]]) -> list[Run]:
-        """This lane's segments in the order of memory, merged where one launch may do for several."""
-        found: list[Run] = []
-        for group, params in enumerate(work):
-            for param in params:
-                segment = self._segments.of(param)
-                if segment is not None and self._segments.slots[id(param)].lane is lane:
-                    where = self._segments.at(param)
-                    self.moments.take(lane, where, segment)
-                    found.append(Run(group, where, segment, self._steps.age(segment) if self._by_pass(lane) else 0))
-        assert lane.grads is not None
-        merges = self._by_pass(lane) and self.moments.format != "int8" and not lane.grads.adopts
-        runs: list[Run] = []
-        for run in sorted(found, key=lambda each: each.begin):
-            if not (merges and runs and runs[-1].takes(run)):
-                runs.append(run)
-        return runs
+    def _runs(self, lane: Lane, work: list[list[Tensor]], kernel: Kernel | None) -> list[LaneRun]:
+        def age(where: Segment, segment: nn.Parameter) -> int:
+            self.moments.take(lane, where, segment)
+            return kernel.age(self._optimizer.state[segment], self.moments.names(segment)) if kernel else 0
 
-    def _by_pass(self, lane: Lane) -> bool:
-        """The one-pass kernel runs here, does this optimizer's arithmetic, and knows the format."""
-        if self._host is not None and lane.rest.wide:
-            return False
+        return runs_of(lane, work, self._segments, age, kernel is not None and self.moments.format != "int8")
+
+    def _kernel(self, lane: Lane) -> Kernel | None:
+        """The kernel that runs here, does this optimizer's arithmetic, and knows the format."""
         if lane.master is None or lane.master.dtype != torch.float32:
-            return False
-        if self.engine.plan.kernel == "stock" or getattr(self._optimizer, "found_inf", None) is not None:
-            return False
-        if kernels.unavailable_reason(self.engine.mesh.device) is not None:
-            return False
-        sgd = isinstance(self._optimizer, torch.optim.SGD) and self.moments.format == "exact"
-        if not self._steps.adam and not sgd:
-            return False
-        return not any(kernels.supports(self._optimizer, group, True) for group in self._optimizer.param_groups)
+            return None
+        return kernel_for(self._optimizer, self._device, self._plan.kernel, self.moments.format)
 
     def _prepare(
-        self, lane: Lane, runs: list[Run], groups: list[dict[str, Any]], scale: Tensor | float | None
-    ) -> tuple[list[list[Part]], list[ChunkStep]]:
+        self, lane: Lane, work: list[list[Tensor]], groups: list[dict[str, Any]]
+    ) -> tuple[list[list[ChunkPart]], list[ChunkStep]]:
         """The chunks of a lane, and what to do with each once it is there."""
-        by_pass = self._by_pass(lane)
-        chunks: list[list[Part]] = []
+        kernel = self._kernel(lane)
+        names: Iterable[str] = () if kernel is None else kernel.moments(groups)
+        scale = lane_scale(lane) if kernel is None else as_kernels_read(lane_scale(lane), self._device)
+        chunks: list[list[ChunkPart]] = []
         steps: list[ChunkStep] = []
-        for run in runs:
-            chunk_step = self._steps.pass_over(run, groups) if by_pass else self._steps.stock_over(run, groups)
-            ranges = list(_ranges(run.begin, run.end, self._chunk_numel))
-            for begin, end in ranges:
-                chunks.append(self._parts(lane, run, begin, end, by_pass))
-                steps.append(functools.partial(chunk_step, lane, begin, end, scale))
+        for run in self._runs(lane, work, kernel):
+            if kernel is None:
+                names, step = self.moments.names(run.segments[0]), self._stock_step(lane, run, groups, scale)
+            else:
+                step = self._kernel_step(kernel, run, groups, scale)  # type: ignore[arg-type]
+            for begin, end in _ranges(run.begin, run.end, self.chunk_numel):
+                chunks.append(self._parts(lane, run, begin, end, names))
+                steps.append(functools.partial(step, begin, end))
         return chunks, steps
 
-    def _parts(self, lane: Lane, run: Run, begin: int, end: int, by_pass: bool) -> list[Part]:
+    def _stock_step(
+        self, lane: Lane, run: LaneRun, groups: list[dict[str, Any]], scale: Tensor | float | None
+    ) -> Callable[[int, int, dict[str, Tensor]], None]:
+        begun = self._steps.begun(run)
+        return lambda begin, end, at: self._steps.step(lane, [Chunk(begun, begin, end, at)], groups, scale)
+
+    def _kernel_step(
+        self, kernel: Kernel, run: LaneRun, groups: list[dict[str, Any]], scale: Tensor | None
+    ) -> Callable[[int, int, dict[str, Tensor]], None]:
+        kernel.count([self._optimizer.state[segment] for segment in run.segments])
+        for segment in run.segments:
+            self.moments.names(segment)[:] = kernel.moments(groups)
+        launch = kernel.launcher(self._optimizer, groups[run.group], run.age)
+
+        def step(begin: int, end: int, at: dict[str, Tensor]) -> None:
+            launch(at, scale)
+            if scale is not None:
+                self._windows.updates.uses(scale)
+
+        return step
+
+    def _parts(self, lane: Lane, run: LaneRun, begin: int, end: int, names: Iterable[str]) -> list[ChunkPart]:
         master, grads = lane.master, lane.grads
         assert master is not None and grads is not None
         # Where the master is kept beside it, compute is written only.
         parts = [
-            Part(name, rest, begin, end, reads=not (name == "compute" and master.format == "wide"))
+            ChunkPart(name, rest, begin, end, reads=not (name == "compute" and master.format == "wide"))
             for name, rest in master.arrays().items()
         ]
-        names = self._steps.pass_names() if by_pass else self.moments.names(run.segments[0])
         for name in names:
             moment = self.moments.need(lane, name)
-            parts.append(Part(name, moment.codes, begin, end))
+            parts.append(ChunkPart(name, moment.codes, begin, end))
             if moment.scales is not None:
                 scales = self.moments.scale_range(lane, run.where, begin, end)
-                parts.append(Part(f"{name} scales", moment.scales, scales.start, scales.stop))
+                parts.append(ChunkPart(f"{name} scales", moment.scales, scales.start, scales.stop))
         if grads.resting is not None:
             grads.resting.spilled.hold(self._windows.fetches)  # its copy out, in backward -> its copy in
         rest, first = grads.at_rest(run.where)
-        parts.append(Part("grad", rest, begin - first, end - first, writes=False))
+        parts.append(ChunkPart("grad", rest, begin - first, end - first, writes=False))
         return parts
 
     def end_step(self) -> None:
         """Everything of a step is queued. Its updates are done where forward waits for the last: what it computes from
         there on, the loss above all, needs the windows' memory more than they do."""
         last, self._last = self._last, None
-        if last is not None and not self.engine.plan.delay:
+        if last is not None and not self._plan.delay:
             last.when_held(self._leave)
-        if self.auto is not None:
-            self.auto.after_step()
 
     def begin_backward(self) -> None:
         """The same where forward did not come to the last of them."""
-        if not self.engine.plan.delay:
+        if not self._plan.delay:
             self._leave()
 
     def _leave(self) -> None:
@@ -291,8 +288,6 @@ class Streaming:
             self._host.leave()
 
     def close(self) -> None:
-        if self.begin_backward in self.engine.backward.begins:
-            self.engine.backward.begins.remove(self.begin_backward)
         if self._host is not None:
             self._host.close()
         if self._pump is not None:
@@ -300,12 +295,11 @@ class Streaming:
             self._pump = None
 
 
-def chunk_numel(engine: Engine) -> int:
+def chunk_numel(plan: Plan, units: list[Unit]) -> int:
     """Elements streamed at a time: what the plan says, else what keeps the host's work for each of them small."""
-    offload = engine.plan.offload
-    if offload is not None and offload.chunk is not None:
-        return offload.chunk
-    masters = (lane.master for unit in engine.units for lane in unit.lanes)
+    if plan.offload is not None and plan.offload.chunk is not None:
+        return plan.offload.chunk
+    masters = (lane.master for unit in units for lane in unit.lanes)
     return 1 << 25 if sum(m.numel for m in masters if m is not None) > LARGE_NUMEL else 1 << 24
 
 

@@ -27,7 +27,7 @@ WINDOWS = 3
 _ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """Elements [begin, end) of an array at rest, as a chunk needs them."""
 
     name: str
@@ -69,7 +69,7 @@ class Work:
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[Part]],
+        chunks: Sequence[Sequence[ChunkPart]],
         updates: Sequence[Callable[[dict[str, Tensor]], None]],
         before: Callable[[], None],
     ):
@@ -87,7 +87,7 @@ class Work:
             self.done.set_exception(error)
 
 
-class Windows:
+class WindowRing:
     """Runs chunks of lanes through. One thread at a time."""
 
     def __init__(self, device: torch.device):
@@ -104,7 +104,7 @@ class Windows:
     def run(self, works: deque[Work]) -> None:
         """Until nothing is left of them, what comes meanwhile included; errors go to who waits for the lane. Files are
         read ahead, of the next lane too, and written behind; where there are none the host waits for nothing."""
-        coming: deque[tuple[Work, Sequence[Part], _Window]] = deque()
+        coming: deque[tuple[Work, Sequence[ChunkPart], _Window]] = deque()
         while works or coming:
             while works and len(coming) < WINDOWS - 1:
                 work = works[0]
@@ -121,7 +121,7 @@ class Windows:
                 except BaseException as error:
                     work.fail(error)
 
-    def _enter(self, work: Work) -> tuple[Sequence[Part], _Window]:
+    def _enter(self, work: Work) -> tuple[Sequence[ChunkPart], _Window]:
         """The next chunk of a lane gets a window, into which its files are read."""
         if work.is_new:
             work.before()
@@ -133,7 +133,7 @@ class Windows:
         self._read(window, chunk)
         return chunk, window
 
-    def _pass(self, work: Work, chunk: Sequence[Part], window: _Window) -> None:
+    def _pass(self, work: Work, chunk: Sequence[ChunkPart], window: _Window) -> None:
         self._finish_reads(window)
         if work.done.done():
             return  # an earlier chunk has failed
@@ -163,7 +163,7 @@ class Windows:
 
     # ---- one window
 
-    def _read(self, window: _Window, chunk: Sequence[Part]) -> None:
+    def _read(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
         """The window cut for a chunk, and its files read into the staging part of it."""
         if window.outgrown and window.empty.reached:
             window.outgrown = []
@@ -182,15 +182,15 @@ class Windows:
         ]
 
     @staticmethod
-    def _staged(chunk: Sequence[Part]) -> list[Part]:
+    def _staged(chunk: Sequence[ChunkPart]) -> list[ChunkPart]:
         return [part for part in chunk if part.rest.file is not None]
 
-    def _copied(self, chunk: Sequence[Part]) -> list[Part]:
+    def _copied(self, chunk: Sequence[ChunkPart]) -> list[ChunkPart]:
         """What has a place of its own in the window; on a host, where files are read to is the window."""
         on_host = self._device.type == "cpu"
         return [part for part in chunk if part.rest.away and not (on_host and part.rest.file is not None)]
 
-    def _make_room(self, chunks: Iterable[Sequence[Part]]) -> None:
+    def _make_room(self, chunks: Iterable[Sequence[ChunkPart]]) -> None:
         """Every window takes the largest of all chunks so far at once: the host waits for nothing here."""
         device_nbytes = max((sum(part.nbytes for part in self._copied(chunk)) for chunk in chunks), default=0)
         host_nbytes = max((sum(part.nbytes for part in self._staged(chunk)) for chunk in chunks), default=0)
@@ -213,7 +213,7 @@ class Windows:
         for read in reads:
             read.result()
 
-    def _fetch(self, window: _Window, chunk: Sequence[Part]) -> None:
+    def _fetch(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
         window.empty.hold(self.fetches)  # copies out of the window -> copies into it
         with self.fetches():
             for part in chunk:
@@ -223,7 +223,7 @@ class Windows:
                         window.parts[part.name].copy_(source, non_blocking=True)
         self.fetches.mark().hold(self.updates)  # copies -> update
 
-    def _spill(self, window: _Window, chunk: Sequence[Part]) -> None:
+    def _spill(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
         away = [part for part in chunk if part.rest.away and part.writes]
         with self.spills():
             for part in away:
@@ -246,7 +246,7 @@ def _block(nbytes: int, device: torch.device, pinned: bool = False) -> Tensor:
     return made[-made.data_ptr() % _ALIGNED :]
 
 
-def _cut(block: Tensor | None, parts: Sequence[Part]) -> dict[str, Tensor]:
+def _cut(block: Tensor | None, parts: Sequence[ChunkPart]) -> dict[str, Tensor]:
     cut, at = {}, 0
     for part in parts:
         assert block is not None
