@@ -93,9 +93,7 @@ def test_the_device_is_filled_first_then_the_host_then_the_disk(release, tmp_pat
     spread = tiers[0] != tiers[1] or tiers[1] != tiers[2]
     assert spread == release  # else those that forward comes to last are away
     assert same(values, reference)
-    spare = zeor.Offload(
-        auto=True, device_budget=half, host_budget=2 * params, folder=str(tmp_path), chunk=CHUNK
-    )
+    spare = zeor.Offload(auto=True, device_budget=half, host_budget=2 * params, folder=str(tmp_path), chunk=CHUNK)
     values, tiers = train(spare, release=release)
     assert (tiers.count("device"), tiers.count("host"), tiers.count("disk")) == (3, 1, 2)
     assert same(values, reference)

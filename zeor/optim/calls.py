@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeor.optim.parts import counters
 from zeor.optim.parts.probe import Kind, raw_step
@@ -21,12 +20,12 @@ Given = Sequence[list[nn.Parameter]]  # by group
 
 
 class Calls:
-    def __init__(self, optimizer: Optimizer, segments: Segments, kinds: Sequence[Kind], device: torch.device):
-        self._optimizer, self._segments, self._device = optimizer, segments, device
+    def __init__(self, segments: Segments, kinds: Sequence[Kind], device: torch.device):
+        self._optimizer, self._segments, self._device = segments.optimizer, segments, device
         self.kinds = kinds
         self.running = False  # the optimizer's own code, over what this rank steps on
-        self._step = raw_step(optimizer)
-        self._copies = type(optimizer).step.__module__.startswith("torch.optim.")
+        self._step = raw_step(self._optimizer)
+        self._copies = type(self._optimizer).step.__module__.startswith("torch.optim.")
 
     @property
     def separable(self) -> bool:

@@ -21,6 +21,7 @@ from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
 from zeor.memory.device import idle_accelerator, one_device
+from zeor.memory.roles import STAGES
 from zeor.optim.parts.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
@@ -74,9 +75,8 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
     _compare(the_mesh, params)
     engine = Engine(plan, the_mesh, plain=True)
-    check_kind(optimizer, engine.slots, the_mesh, engine.column)
+    check_kind(optimizer, (), the_mesh, STAGES[plan.stage])
     _pack(engine, params)
-    engine.ready()
     stepper = Stepper(engine, optimizer)
     stepper.enrol = functools.partial(_enrol, weakref.ref(stepper))
     return stepper
@@ -87,14 +87,18 @@ def _compare(mesh: Mesh, params: Sequence[tuple[str, nn.Parameter]]) -> None:
     same_everywhere(mesh, "optimizers", described)
 
 
-def _pack(engine: Engine, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Parameters into units of the engine; their memory is the lanes' from here on."""
+def _pack(engine: Engine, params: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
+    """Parameters into units; their memory is the lanes' from here on. Orders of passes are learned anew."""
+    made: list[Slot] = []
     for chunk in _chunks(params):
         slots = [Slot(engine, name, param, ()) for name, param in chunk]
         keys = {slot: lane_key(slot.param, (), engine.plan.precision) for slot in slots}
         engine.add_unit(f"parameters {len(engine.units)}", None, slots, keys.__getitem__)
         for slot in slots:
             _watch(slot)
+        made += slots
+    engine.ready()
+    return made
 
 
 def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
@@ -102,22 +106,18 @@ def _enrol(ref: weakref.ref[Stepper], groups: list[dict[str, Any]]) -> None:
     be refused is, before anything is changed."""
     stepper = ref()
     assert stepper is not None
-    engine, optimizer = stepper.engine, stepper.optimizer
-    known = {id(slot.param) for slot in engine.slots}
-    first = len(optimizer.param_groups) - len(groups)
-    new = [(name, param) for name, param in _named(groups, first) if id(param) not in known]
+    slots, first = stepper.segments.slots, len(stepper.optimizer.param_groups) - len(groups)
+    new = [(name, param) for name, param in _named(groups, first) if id(param) not in slots]
     if not new:
         return
     refuse_sharded(new)
     refuse_optimizers_in_backward(new)
-    one_device([*((slot.name, slot.param) for slot in engine.slots[:1]), *new])
-    _compare(engine.mesh, new)
-    check_kind(optimizer, engine.slots, engine.mesh, engine.column)
-    engine.drain()
-    _pack(engine, new)
-    engine.ready()  # orders of passes are learned anew
-    engine.freezing.watch(stepper)
-    stepper.segments.slots.update({id(slot.param): slot for slot in engine.slots})
+    one_device([*((slot.name, slot.param) for slot in list(slots.values())[:1]), *new])
+    _compare(stepper.mesh, new)
+    stepper.check_kind()
+    stepper.state.drain()
+    slots.update({id(slot.param): slot for slot in _pack(stepper.engine, new)})
+    stepper.engine.freezing.watch(stepper)
 
 
 def _named(groups: Sequence[dict[str, Any]], first: int = 0) -> Iterator[tuple[str, nn.Parameter]]:

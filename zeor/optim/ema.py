@@ -62,13 +62,13 @@ class EMA:
             raise ValueError(f"zeor.ema(decay={decay!r}): give what is kept at each update, between 0 and 1.")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"zeor.ema(dtype={dtype}): give a floating dtype, or None for the master's.")
-        self._state, self._engine = state, state.engine
+        self._state, self._engine, self._slots = state, state.engine, state.engine.slots
         self._engine.unfilled.check()
         self._decay, self._dtype, self._warmup = decay, dtype, warmup
         self.updates = 0
         self._of: dict[Lane, Tensor] = {}
         self._inside = False
-        self._add(self._engine.slots)
+        self._add(self._slots)
         self._engine.freezing.watch(self)
         state.averages.add(self)
 
@@ -133,8 +133,8 @@ class EMA:
             engine.forget_gathered()
 
     def _check_outside(self, what: str) -> None:
-        if self._engine.borrowed_by is not None:
-            inside = self._engine.borrowed_by
+        inside = self._engine.borrowed_by
+        if inside is not None:
             raise RuntimeError(f"ema.{what} was called inside {inside}, where the weights are an average.")
 
     # ---- state
@@ -193,10 +193,9 @@ class EMA:
         """(parameter, which of its elements, the average of these) on this rank."""
         if self._inside:
             raise RuntimeError("The state of an average is read outside its applied().")
-        rank = self._engine.mesh.rank
-        for slot in self._engine.slots:
+        for slot in self._slots:
             if slot.lane in self._of:
-                for segment in slot.lane.layout.segments(rank):
+                for segment in slot.lane.layout.segments(slot.lane.mesh.rank):
                     if segment.param == slot.index:
                         end = segment.offset + segment.numel
                         yield slot, segment, self._of[slot.lane][segment.offset : end]

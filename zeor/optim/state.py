@@ -26,11 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeor.layout import Segment
 from zeor.optim.kernels.run import OnePass
-from zeor.optim.owners.owners import Owners
 from zeor.optim.parts import mark
 from zeor.optim.parts.pieces import Piece, pieces_of, put_piece, tensors_in
 from zeor.optim.parts.segments import Segments
@@ -45,16 +43,8 @@ _NONE: Any = object()
 class KeptState:
     """Of one optimizer. `drain` waits for everything under way."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        segments: Segments,
-        owners: Owners,
-        one_pass: OnePass,
-        streaming: Streaming | None,
-        drain: Callable[[], None],
-    ):
-        self._optimizer, self.segments, self._owners = optimizer, segments, owners
+    def __init__(self, segments: Segments, one_pass: OnePass, streaming: Streaming | None, drain: Callable[[], None]):
+        self._optimizer, self.segments = segments.optimizer, segments
         self.one_pass, self._streaming, self.drain = one_pass, streaming, drain
         segments.resting = self.resting
         self.take_all()
@@ -64,7 +54,7 @@ class KeptState:
         """Where this rank's state of a parameter rests, if that is not the optimizer itself."""
         streaming, mine = self._streaming, self.segments.of(param)
         lane = self.segments.slots[id(param)].lane
-        if streaming is None or mine is None or id(param) in self._owners.owned or not streaming.takes(lane):
+        if streaming is None or mine is None or id(param) in self.segments.owners.owned or not streaming.takes(lane):
             return None
         return lane, self.segments.at(param), mine
 
@@ -105,11 +95,11 @@ class KeptState:
         with self.shown(), self.segments.in_groups():
             found = type(self._optimizer).state_dict(self._optimizer)
             state = {key: dict(value) if isinstance(value, dict) else value for key, value in found["state"].items()}
-        return mark.mark(self.segments, self._owners, {**found, "state": state})
+        return mark.mark(self.segments, {**found, "state": state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A state dict made by `state_dict` on this rank, or a plain one of whole parameters."""
-        state_dict = mark.unmark(self.segments, self._owners, state_dict)
+        state_dict = mark.unmark(self.segments, state_dict)
         self.drain()
         optimizer, segments = self._optimizer, self.segments
         order = list(self._params())

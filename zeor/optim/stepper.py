@@ -48,31 +48,31 @@ class Stepper:
 
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.engine, self.optimizer = engine, optimizer
-        plan, mesh, units, slots = engine.plan, engine.mesh, engine.units, engine.slots
-        self._plan, self._mesh, self._units, self._slots, self._ledger = plan, mesh, units, slots, engine.ledger
+        plan, mesh, units, drain = engine.plan, engine.mesh, engine.units, engine.drain
+        self.mesh, self._plan, self._column, self._plain = mesh, plan, engine.column, engine.plain
+        self._units, self._slots, self._peers, self._ledger = units, engine.slots, engine.optimizers, engine.ledger
         self.kinds = self._check()
-        self.owners = Owners(mesh, engine.column, units)
+        self.owners = Owners(mesh, self._column, units)
         self._give_owners(range(len(self.kinds)))
-        self.segments = Segments(optimizer, slots, self.owners, mesh)
+        self.segments = Segments(optimizer, self._slots, self.owners, mesh)
         self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
-        self.calls = Calls(optimizer, self.segments, self.kinds, mesh.device)
-        self.one_pass = OnePass(optimizer, self.segments, mesh.device, plan.kernel)
+        self.calls = Calls(self.segments, self.kinds, mesh.device)
+        self.one_pass = OnePass(self.segments, mesh.device, plan.kernel)
         self.streaming: Streaming | None = None
         self._auto: Auto | None = None
         if plan.streams:
-            adopted = self.one_pass.forget_lane
-            self.streaming = Streaming(plan, mesh.device, units, optimizer, self.segments, adopted)
+            self.streaming = Streaming(plan, mesh.device, units, self.segments, self.one_pass)
             if plan.offload is not None and plan.offload.auto:
-                self._auto = Auto(self.streaming, plan, mesh, units, engine.places, engine.drain)
+                self._auto = Auto(self.streaming, plan, mesh, units, engine.places, drain)
             engine.backward.begins.append(self.streaming.begin_backward)
-        self.state = KeptState(optimizer, self.segments, self.owners, self.one_pass, self.streaming, engine.drain)
+        self.state = KeptState(self.segments, self.one_pass, self.streaming, drain)
         self._first = True
         self._released = engine.release
         if plan.release:
             self._released.updates.append(self._release)
             self._released.waits.append(self._has_owners)
         engine.freezing.watch(self)
-        engine.optimizers.append(optimizer)
+        self._peers.append(optimizer)
         driven.add(optimizer)
         watch_steps()
         self._instance_step = self._patch()
@@ -80,9 +80,12 @@ class Stepper:
     def _check(self) -> list[Kind]:
         """What kind its groups are; ValueError where they cannot be driven."""
         check_parameters(self.optimizer, self._slots)
-        kinds = check_kind(self.optimizer, self._slots, self._mesh, self.engine.column)
+        kinds = self.check_kind()
         check_separable(self.optimizer, kinds, self._plan)
         return kinds
+
+    def check_kind(self) -> list[Kind]:
+        return check_kind(self.optimizer, self._slots, self.mesh, self._column)
 
     def _give_owners(self, groups: Iterable[int]) -> None:
         found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]
@@ -118,7 +121,7 @@ class Stepper:
             "load_state_dict": lambda _, state_dict: self.state.load_state_dict(state_dict),
             "add_param_group": lambda _, group: self.add_param_group(group),
         }
-        writers = find_writers(optimizer, self._mesh.device)
+        writers = find_writers(optimizer, self.mesh.device)
         for name, method in own_methods(type(optimizer)).items():
             methods[name] = self._beside(f"{type(optimizer).__name__}.{name}()", method, name in writers)
         for name, method in methods.items():
@@ -133,7 +136,7 @@ class Stepper:
         if self.streaming is not None:
             self.engine.backward.begins.remove(self.streaming.begin_backward)
             self.streaming.close()
-        self.engine.optimizers.remove(self.optimizer)
+        self._peers.remove(self.optimizer)
         driven.discard(self.optimizer)
         for name in (*REPLACED, *own_methods(type(self.optimizer))):
             self.optimizer.__dict__.pop(name, None)
@@ -192,7 +195,7 @@ class Stepper:
                 visit.finish()
             self.engine.forget_gathered()
             self._publish([unit for unit in self._units if any(lane.grads is not None for lane in unit.lanes)])
-            if self.engine.plain:
+            if self._plain:
                 self.state.drain()
 
     # ---- step
@@ -207,10 +210,10 @@ class Stepper:
                 loss = closure()
         self.engine.backward.recover()
         self._check_reduced()
-        if self.engine.plain:
+        if self._plain:
             self.engine.heed_plain_grads()
         self.engine.begin_step()
-        self._mesh.steps += 1
+        self.mesh.steps += 1
         profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
         with self.engine.announced(events.STEP, self._describe_step), torch.no_grad(), profiled:
             if not self._forbidden():
@@ -223,7 +226,7 @@ class Stepper:
         if self._first:
             self._first = False
             trim_host_memory()
-        if self.engine.plain:
+        if self._plain:
             self.state.drain()  # nothing waits for a publish in a forward without hooks
         self._run_hooks("post")
         return loss
@@ -237,7 +240,7 @@ class Stepper:
         """What a rank that is out of data must know to take the same step: see runtime/join.py."""
         found = {name: getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf")}
         return {
-            "optimizer": [each is self.optimizer for each in self.engine.optimizers].index(True),
+            "optimizer": [each is self.optimizer for each in self._peers].index(True),
             "settings": settings.encode(self.optimizer),
             "amp": {name: float(value) for name, value in found.items() if value is not None},
         }

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeor.layout import Segment
 from zeor.optim.kernels.protocol import Kernel
@@ -65,11 +64,11 @@ def runs_of(
 class OnePass:
     """`asked`: the plan's kernel=."""
 
-    def __init__(self, optimizer: Optimizer, segments: Segments, device: torch.device, asked: str):
-        self._optimizer, self._segments, self._device, self._asked = optimizer, segments, device, asked
+    def __init__(self, segments: Segments, device: torch.device, asked: str):
+        self._optimizer, self._segments, self._device, self._asked = segments.optimizer, segments, device, asked
         self._flat: dict[tuple[int, str], Tensor] = {}  # (id of lane, name) -> moments of the whole lane
         self._ages: dict[nn.Parameter, int] = {}
-        self.kernel: Kernel | None = kernel_of(optimizer)  # None: the stock step runs
+        self.kernel: Kernel | None = kernel_of(segments.optimizer)  # None: the stock step runs
         self.check()
 
     def check(self) -> None:

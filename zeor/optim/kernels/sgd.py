@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -35,14 +35,7 @@ class SGDSettings:
 
     @classmethod
     def from_group(cls, group: dict[str, Any]) -> SGDSettings:
-        return cls(
-            group["lr"],
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            group["nesterov"],
-            group["maximize"],
-        )
+        return cls(*(group[each.name] for each in fields(cls)))
 
 
 class SGDRun(NamedTuple):

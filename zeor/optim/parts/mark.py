@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from zeor.optim.owners.owners import Owners
 from zeor.optim.parts.segments import Segments, of_shape
 
 KEY = "zeor"
@@ -28,20 +27,20 @@ _INSTEAD = (
 )
 
 
-def mark(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> dict[str, Any]:
+def mark(segments: Segments, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict that says whose it is."""
-    if not owners.cut:
+    if not segments.owners.cut:
         return state_dict
     groups = [{**group, "params": [*group["params"], NOTE]} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups, KEY: _made_here(segments, owners)}
+    return {**state_dict, "param_groups": groups, KEY: _made_here(segments)}
 
 
-def unmark(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> dict[str, Any]:
+def unmark(segments: Segments, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict that this rank may load, without its mark; ValueError where it is another's part."""
-    found, here = state_dict.get(KEY), _made_here(segments, owners)
+    found, here = state_dict.get(KEY), _made_here(segments)
     if found is None:
-        if owners.cut:
-            _check_whole(segments, owners, state_dict)
+        if segments.owners.cut:
+            _check_whole(segments, state_dict)
         return state_dict
     name = type(segments.optimizer).__name__
     if (found["world"], found["rank"]) != (here["world"], here["rank"]):
@@ -59,8 +58,9 @@ def unmark(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> di
     return {**{key: value for key, value in state_dict.items() if key != KEY}, "param_groups": groups}
 
 
-def _made_here(segments: Segments, owners: Owners) -> dict[str, int]:
-    return {"world": owners.mesh.world, "rank": owners.mesh.rank, "layout": layout(segments)}
+def _made_here(segments: Segments) -> dict[str, int]:
+    mesh = segments.owners.mesh
+    return {"world": mesh.world, "rank": mesh.rank, "layout": layout(segments)}
 
 
 def layout(segments: Segments) -> int:
@@ -74,11 +74,11 @@ def layout(segments: Segments) -> int:
     return zlib.crc32(repr(found).encode())
 
 
-def _check_whole(segments: Segments, owners: Owners, state_dict: dict[str, Any]) -> None:
+def _check_whole(segments: Segments, state_dict: dict[str, Any]) -> None:
     """A dict without a mark must be that of whole parameters."""
     order = [param for group in segments.optimizer.param_groups for param in group["params"]]
     for key, state in state_dict["state"].items():
-        if not isinstance(key, int) or key >= len(order) or id(order[key]) in owners.owned:
+        if not isinstance(key, int) or key >= len(order) or id(order[key]) in segments.owners.owned:
             continue
         slot = segments.slots[id(order[key])]
         arrays = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}

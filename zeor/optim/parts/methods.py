@@ -23,6 +23,7 @@ from zeor.optim.parts.probe import toys_after_steps
 
 REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")  # of every optimizer
 
+
 def own_methods(kind: type[Optimizer]) -> dict[str, Callable]:
     """The public methods that a class of optimizers adds to torch's Optimizer."""
     found: dict[str, Callable] = {}

@@ -29,7 +29,7 @@ class Segments:
     """The segments of one optimizer, by the user's parameter."""
 
     def __init__(self, optimizer: Optimizer, slots: Iterable[Slot], owners: Owners, mesh: Mesh):
-        self.optimizer, self._owners, self._mesh = optimizer, owners, mesh
+        self.optimizer, self.owners, self._mesh = optimizer, owners, mesh
         self.resting: Callable[[Tensor], dict[str, Tensor]] = lambda param: {}  # state beside the optimizer's own
         self.parts: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
         self._at: dict[int, Segment] = {}
@@ -40,7 +40,7 @@ class Segments:
 
     def make(self, param: Tensor) -> None:
         """What this rank steps on for one parameter, and its state, cut."""
-        slot, owned = self.slots[id(param)], self._owners.owned.get(id(param))
+        slot, owned = self.slots[id(param)], self.owners.owned.get(id(param))
         if slot.lane.grads is None:
             return  # frozen; made when it is unfrozen
         if owned is not None:
@@ -79,7 +79,7 @@ class Segments:
         """A parameter's state as this rank keeps it, from the whole parameter's or from its own; nothing where this
         rank has no part. What cannot be cut is refused, on every rank."""
         slot = self.slots[id(param)]
-        if id(param) not in self._owners.owned and self._owners.cut:
+        if id(param) not in self.owners.owned and self.owners.cut:
             check_cuttable(slot.name, slot.shape, state)
         return {key: self._cut(param, value) for key, value in state.items()} if self.of(param) is not None else {}
 
@@ -104,7 +104,7 @@ class Segments:
         state.update({name: value.to(self._mesh.device, copy=True) for name, value in resting})
         if slot.lane.grads is None or slot.lane.updates_whole or self._mesh.world == 1:
             return state
-        owned = self._owners.owned.get(id(param))
+        owned = self.owners.owned.get(id(param))
         if owned is not None:
             return state_from_owner(owned, state)
         return _put_together(slot, self._at.get(id(param)), state)

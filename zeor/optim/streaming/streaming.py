@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeor.layout import Segment
 from zeor.memory.device import thread_beside
 from zeor.memory.lines import Line, Mark, current_mark
 from zeor.optim.kernels.protocol import Kernel
 from zeor.optim.kernels.registry import kernel_for
-from zeor.optim.kernels.run import LaneRun, as_kernels_read, lane_scale, runs_of
+from zeor.optim.kernels.run import LaneRun, OnePass, as_kernels_read, lane_scale, runs_of
 from zeor.optim.parts.segments import Segments
 from zeor.optim.streaming.chunks import Chunk, StockSteps, on_host
 from zeor.optim.streaming.host import HostUpdate, batch_numel, batches_of, fused_group
@@ -43,20 +42,12 @@ IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds 
 
 
 class Streaming:
-    """`adopted(lane)` is called when a lane is updated here that was not before."""
+    """`one_pass`: updates the lanes that are not updated here."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        units: list[Unit],
-        optimizer: Optimizer,
-        segments: Segments,
-        adopted: Callable[[Lane], None],
-    ):
-        self._plan, self._device, self._units = plan, device, units
-        self._optimizer, self._segments, self._adopted = optimizer, segments, adopted
-        self.moments = Moments(optimizer, plan.moments)
+    def __init__(self, plan: Plan, device: torch.device, units: list[Unit], segments: Segments, one_pass: OnePass):
+        self._plan, self._device, self._units, self._one_pass = plan, device, units, one_pass
+        self._optimizer, self._segments = segments.optimizer, segments
+        self.moments = Moments(segments.optimizer, plan.moments)
         self._always = plan.moments != "exact" or plan.delay > 0
         self.chunk_numel = chunk_numel(plan, units)
         self._windows = WindowRing(device)
@@ -69,7 +60,7 @@ class Streaming:
         self._works: deque[Work] = deque()  # for it
         self._in_flight: deque[Update] = deque()
         self._last: Update | None = None  # of this step
-        self._steps = StockSteps(optimizer, self.moments, self._windows.updates)
+        self._steps = StockSteps(segments.optimizer, self.moments, self._windows.updates)
 
     def takes(self, lane: Lane) -> bool:
         """Whether this lane is updated here."""
@@ -83,7 +74,7 @@ class Streaming:
             segment = self._segments.of(slot.param)
             if segment is not None:
                 self.moments.take(lane, self._segments.at(slot.param), segment)
-        self._adopted(lane)
+        self._one_pass.forget_lane(lane)
 
     # ---- one lane
 
