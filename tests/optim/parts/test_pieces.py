@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import zeor
 from tests import loops
 from tests.optim import stages
-from tests.optim.test_owners import Shampoo
+from tests.optim.owners.test_owners import Shampoo
 from zeor.api import _state
 from zeor.optim.parts.pieces import Piece
 
