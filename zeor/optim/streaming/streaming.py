@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +38,7 @@ from zeor.runtime.unit import Unit
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
 ChunkStep = Callable[[dict[str, Tensor]], None]
+RangeStep = Callable[[int, int, dict[str, Tensor]], None]  # of elements [begin, end) of a lane
 IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds what a slow link can pile up
 
 
@@ -205,29 +206,30 @@ class Streaming:
     ) -> tuple[list[list[ChunkPart]], list[ChunkStep]]:
         """The chunks of a lane, and what to do with each once it is there."""
         kernel = self._kernel(lane)
-        names: Iterable[str] = () if kernel is None else kernel.moments(groups)
-        scale = lane_scale(lane) if kernel is None else as_kernels_read(lane_scale(lane), self._device)
+        scale, runs = lane_scale(lane), self._runs(lane, work, kernel)
+        if kernel is None:
+            made = [self._stock_step(lane, run, groups, scale) for run in runs]
+        else:
+            read = as_kernels_read(scale, self._device)
+            made = [self._kernel_step(kernel, run, groups, read) for run in runs]
         chunks: list[list[ChunkPart]] = []
         steps: list[ChunkStep] = []
-        for run in self._runs(lane, work, kernel):
-            if kernel is None:
-                names, step = self.moments.names(run.segments[0]), self._stock_step(lane, run, groups, scale)
-            else:
-                step = self._kernel_step(kernel, run, groups, scale)  # type: ignore[arg-type]
-            for begin, end in _ranges(run.begin, run.end, self.chunk_numel):
-                chunks.append(self._parts(lane, run, begin, end, names))
+        for run, step in zip(runs, made):
+            for begin in range(run.begin, run.end, self.chunk_numel):
+                end = min(begin + self.chunk_numel, run.end)
+                chunks.append(self._parts(lane, run, begin, end))
                 steps.append(functools.partial(step, begin, end))
         return chunks, steps
 
     def _stock_step(
         self, lane: Lane, run: LaneRun, groups: list[dict[str, Any]], scale: Tensor | float | None
-    ) -> Callable[[int, int, dict[str, Tensor]], None]:
+    ) -> RangeStep:
         begun = self._steps.begun(run)
         return lambda begin, end, at: self._steps.step(lane, [Chunk(begun, begin, end, at)], groups, scale)
 
     def _kernel_step(
         self, kernel: Kernel, run: LaneRun, groups: list[dict[str, Any]], scale: Tensor | None
-    ) -> Callable[[int, int, dict[str, Tensor]], None]:
+    ) -> RangeStep:
         kernel.count([self._optimizer.state[segment] for segment in run.segments])
         for segment in run.segments:
             self.moments.names(segment)[:] = kernel.moments(groups)
@@ -240,7 +242,7 @@ class Streaming:
 
         return step
 
-    def _parts(self, lane: Lane, run: LaneRun, begin: int, end: int, names: Iterable[str]) -> list[ChunkPart]:
+    def _parts(self, lane: Lane, run: LaneRun, begin: int, end: int) -> list[ChunkPart]:
         master, grads = lane.master, lane.grads
         assert master is not None and grads is not None
         # Where the master is kept beside it, compute is written only.
@@ -248,7 +250,7 @@ class Streaming:
             ChunkPart(name, rest, begin, end, reads=not (name == "compute" and master.format == "wide"))
             for name, rest in master.arrays().items()
         ]
-        for name in names:
+        for name in self.moments.names(run.segments[0]):
             moment = self.moments.need(lane, name)
             parts.append(ChunkPart(name, moment.codes, begin, end))
             if moment.scales is not None:
@@ -297,8 +299,3 @@ def chunk_numel(plan: Plan, units: list[Unit]) -> int:
 def _frozen(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings as they are now: a scheduler writes into a learning rate that is a tensor."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-
-
-def _ranges(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    for at in range(begin, end, most):
-        yield at, min(at + most, end)
