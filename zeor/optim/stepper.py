@@ -304,8 +304,9 @@ class Stepper:
             members = dict.fromkeys(member.slot.unit for member in journey.members)
             self._publish([unit for unit in members if last[unit] is journey])
 
-        run = exchange.run if self._plan.overlap else exchange.run_one_by_one
-        run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
+        if journeys:
+            run = exchange.run if self._plan.overlap else exchange.run_one_by_one
+            run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
         self.calls.count()
 
     def _publish(self, units: list[Unit]) -> None:
@@ -373,10 +374,9 @@ class Stepper:
         self, work: list[list[Tensor]], lanes: list[Lane], wholes: list[list[nn.Parameter]] | None
     ) -> None:
         """The optimizer's own step over segments, with the groups showing only these."""
+        widened, widened_nbytes = {lane for lane in lanes if not _settle_scales(lane)}, 0
         for lane in lanes:
-            _settle_scales(lane)
             lane.master.fetch()  # type: ignore[union-attr]
-        widened_nbytes = 0
         given: list[list[nn.Parameter]] = [list(params) for params in wholes] if wholes else [[] for _ in work]
         for mine, params in zip(given, work):
             for param in params:
@@ -384,7 +384,7 @@ class Stepper:
                 if segment is not None:
                     slot = self.segments.slots[id(param)]
                     segment.grad = _master_gradient(slot, segment)
-                    widened_nbytes += segment.grad.nbytes if slot.lane.grads.dtype != segment.dtype else 0  # type: ignore[union-attr]
+                    widened_nbytes += segment.grad.nbytes if slot.lane in widened else 0
                     mine.append(segment)
         self._ledger.add("update", widened_nbytes)
         try:
@@ -466,13 +466,15 @@ class Stepper:
         self.optimizer.state.clear()
 
 
-def _settle_scales(lane: Lane) -> None:
+def _settle_scales(lane: Lane) -> bool:
     """Remembered factors are multiplied into the sum where it is as wide as the master, so that the user sees
-    what was used; else into the wide copy that is made of each part."""
+    what was used; else into the wide copy that is made of each part. Whether it was."""
     grads = lane.grads
     assert grads is not None and lane.master is not None
-    if grads.dtype == lane.master.dtype:
+    as_wide = grads.dtype == lane.master.dtype
+    if as_wide:
         grads.apply_scales()
+    return as_wide
 
 
 def _master_gradient(slot: Slot, segment: nn.Parameter) -> Tensor:
