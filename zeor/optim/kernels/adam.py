@@ -20,15 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.kernels.protocol import (
-    DEFAULT_LAUNCH,
-    Launch,
-    LaunchOver,
-    Tensors,
-    check_run,
-    launching_on,
-    split_scalar,
-)
+from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch, LaunchOver, Tensors, check_run, launch_on, split_scalar
 
 MOMENTS = {
     "exp_avg": (torch.float32, torch.bfloat16, torch.int8),
@@ -133,7 +125,7 @@ def adam_pass(
     scalars = _adam_scalars(settings, lr_value, step_value)
     kernel, tensors = _adam_kernel(run)
     launch = launch or _launch_of(run)
-    with launching_on(device):
+    with launch_on(device):
         kernel[(math.ceil(numel / launch.block_numel),)](
             *tensors,
             numel,

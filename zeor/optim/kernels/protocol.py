@@ -120,7 +120,7 @@ def _check_scales(name: str, moment: Tensor | None, scales: Tensor | None) -> No
     )
 
 
-def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def launch_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, whichever device its arguments are on."""
     if device.type == "cpu":  # Triton's interpreter
         return contextlib.nullcontext()

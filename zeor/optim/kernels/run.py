@@ -62,7 +62,7 @@ def runs_of(
 
 
 class OnePass:
-    """`asked`: the plan's kernel=."""
+    """The update of lanes whose state is all on the device. `asked`: the plan's kernel=."""
 
     def __init__(self, segments: Segments, device: torch.device, asked: str):
         self._optimizer, self._segments, self._device, self._asked = segments.optimizer, segments, device, asked
@@ -146,4 +146,5 @@ def lane_scale(lane: Lane) -> Tensor | float | None:
 
 
 def as_kernels_read(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
+    """On the device, which is not waited for."""
     return None if scale is None else torch.as_tensor(scale, dtype=torch.float32).to(device, non_blocking=True)

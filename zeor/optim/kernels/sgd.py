@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.kernels.protocol import (
-    DEFAULT_LAUNCH,
-    Launch,
-    LaunchOver,
-    Tensors,
-    check_run,
-    launching_on,
-    split_scalar,
-)
+from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch, LaunchOver, Tensors, check_run, launch_on, split_scalar
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,7 @@ def sgd_pass(
         return
     first_tensor, first_value = split_scalar(first, device)
     lr_tensor, lr_value = split_scalar(settings.lr, device)
-    with launching_on(device):
+    with launch_on(device):
         sgd_kernel[(math.ceil(numel / launch.block_numel),)](
             *run,
             numel,
