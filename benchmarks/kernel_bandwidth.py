@@ -1,6 +1,6 @@
 """How near the fused Adam pass comes to the memory's own speed.
 
-Times `zeor.optim.kernels.adam_pass` (bf16 gradient, bf16 compute, fp32 master and moments: 28 bytes per
+Times `zeor.optim.kernels.adam.adam_pass` (bf16 gradient, bf16 compute, fp32 master and moments: 28 bytes per
 parameter), the same over a split master (26 bytes) and with moments in bf16 (18) and int8 (14.06), torch's copy_ on
 the same GPU, and stock fused AdamW (fp32 gradient: 28 bytes as well, but without the clip factor and the cast). The
 median of triton.testing.do_bench counts.
@@ -19,15 +19,9 @@ from pathlib import Path
 import torch
 
 from zeor.memory.small import BLOCK_NUMEL, storage_of
-from zeor.optim.kernels import (
-    DEFAULT_LAUNCH,
-    NARROW_LAUNCH,
-    AdamRun,
-    AdamSettings,
-    Launch,
-    adam_pass,
-    unavailable_reason,
-)
+from zeor.optim.kernels.adam import NARROW_LAUNCH, AdamRun, AdamSettings, adam_pass
+from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch
+from zeor.optim.kernels.registry import unavailable_reason
 
 PASS_NBYTES = 28
 SPLIT_NBYTES = 26  # grad 2; compute and remainder 2 + 2 each; exp_avg and exp_avg_sq 4 + 4 each

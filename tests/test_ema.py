@@ -18,6 +18,7 @@ from torch.optim import swa_utils
 
 import zeor
 from tests import loops
+from zeor.optim.parts.pieces import Piece
 
 STAGES = (0, 1, 2, 3)
 
@@ -285,7 +286,7 @@ def check_pieces(stage: int) -> list[Any]:
 def check_put(stage: int, pieces: list[Any]) -> dict[str, Tensor]:
     _, model, _, _ = pair(stage)
     average = zeor.ema(model, 0.9)
-    average.put((zeor.optim.pieces.Piece(name, ("ema",), begin, value) for name, begin, value in pieces), updates=1)
+    average.put((Piece(name, ("ema",), begin, value) for name, begin, value in pieces), updates=1)
     assert average.updates == 1
     return averaged(average, model)
 

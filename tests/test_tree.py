@@ -18,7 +18,9 @@ ORDER = [
     {"plan", "data"}, {"layout"}, {"memory"}, {"comm"}, {"runtime"}, {"optim"}, {"checkpoint"}, {"planner"}, {"tools"},
 ]  # fmt: skip
 # Sub-packages of a folder, in the same way: each may import from those before it, none from its folder's own modules.
-PARTS = {"checkpoint": ["files", "weights"], "tools": ["importers"]}
+PARTS = {
+    "optim": ["owners", "parts", "kernels", "streaming"], "checkpoint": ["files", "weights"], "tools": ["importers"],
+}  # fmt: skip
 RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
 MOST_LINES = 600  # a file is cut by topic; one this long probably holds two
 EMPTY_WORDS = {"utils", "util", "common", "misc", "helpers", "helper"}
@@ -84,6 +86,10 @@ def test_the_rules_themselves() -> None:
     assert inside("checkpoint.weights.export", "checkpoint.files.disk")
     assert not inside("checkpoint.files.disk", "checkpoint.weights.export")
     assert not inside("checkpoint.files.disk", "checkpoint.save")
+    assert inside("optim.stepper", "optim.kernels.run") and inside("optim.parts.probe", "comm.mesh.Mesh")
+    assert inside("optim.streaming.auto", "optim.kernels.run")
+    assert not inside("optim.kernels.run", "optim.streaming.auto")
+    assert not inside("optim.kernels.run", "optim.stepper")
 
 
 def test_every_folder_has_its_place_in_the_order() -> None:
@@ -106,6 +112,26 @@ def test_a_folder_imports_only_from_folders_above_it(path: Path) -> None:
     assert not wrong, f"{module_id(path)} may not import {', '.join(wrong)}"
 
 
+def test_no_two_modules_import_each_other() -> None:
+    """Neither at run time nor for a type."""
+    names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in SOURCES}
+
+    def module(target: str) -> str:
+        while target and target not in names:
+            target = target.rpartition(".")[0]
+        return target
+
+    edges = {name: {module(target) for _, target in imported(path)} - {"", name} for name, path in names.items()}
+    for name in edges:
+        reached, ahead = set(), list(edges[name])
+        while ahead:
+            each = ahead.pop()
+            if each not in reached:
+                reached.add(each)
+                ahead += edges[each]
+        assert name not in reached, f"zeor.{name} imports what imports it"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=module_id)
 def test_modules_are_small_and_say_what_they_hold(path: Path) -> None:
     text = path.read_text()
@@ -117,7 +143,7 @@ def test_modules_are_small_and_say_what_they_hold(path: Path) -> None:
 
 def test_only_one_file_speaks_of_cuda() -> None:
     """Device code goes through torch.accelerator and memory/; kernels are written for one kind of device."""
-    allowed = {"memory/device.py", "optim/kernels.py", "optim/kernels_triton.py"}
+    allowed = {"memory/device.py", "optim/kernels/triton.py"}
     for path in SOURCES:
         if str(path.relative_to(PACKAGE)) not in allowed:
             attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]

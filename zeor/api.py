@@ -21,9 +21,9 @@ from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
 from zeor.memory import device as devices
 from zeor.memory.param import is_sharded
-from zeor.optim.checks import check_kind, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.ema import ema
 from zeor.optim.guard import watch_steps
+from zeor.optim.parts.checks import check_kind, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
@@ -210,10 +210,10 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     meta.settle(mesh, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
     for each in optimizers:
-        check_parameters(engine, each)
+        check_parameters(each, engine.slots)
     _compare_optimizers(mesh, engine.slots, optimizers)
     for each in optimizers:
-        check_kind(engine, each)
+        check_kind(each, engine.slots, engine.mesh, engine.column)
     if mesh.rank == 0:
         make_visible()
     check_disk(engine, engine.slots, optimizers)

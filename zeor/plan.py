@@ -311,7 +311,7 @@ class Plan:
 
     @property
     def streams(self) -> bool:
-        """Whether updates go chunk by chunk beside the computation: see optim/streaming.py."""
+        """Whether updates go chunk by chunk beside the computation: see optim/streaming/streaming.py."""
         return (self.offload is not None and self.offload.away) or self.moments != "exact" or self.delay > 0
 
     @staticmethod

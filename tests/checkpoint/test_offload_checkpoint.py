@@ -20,7 +20,7 @@ from tests import tiers
 from tests.tiers import CHUNK, adamw, left, made, one_step, same, whole
 from zeor import Offload
 from zeor.memory import small
-from zeor.optim.moments import UNSIGNED
+from zeor.optim.streaming.moments import UNSIGNED
 
 SAVED, MORE = 2, 2
 

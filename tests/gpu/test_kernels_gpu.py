@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from zeor.memory.formats import cast_into, join_into, split_into
-from zeor.optim import kernels
-from zeor.optim.kernels import AdamRun, AdamSettings, Launch, SGDRun, SGDSettings, adam_pass, sgd_pass
-from zeor.optim.kernels_reference import adam_pass_reference, sgd_pass_reference
+from zeor.optim.kernels.adam import AdamRun, AdamSettings, adam_pass
+from zeor.optim.kernels.protocol import Launch
+from zeor.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
+from zeor.optim.kernels.registry import unavailable_reason
+from zeor.optim.kernels.sgd import SGDRun, SGDSettings, sgd_pass
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # the mark skips a test where there is no GPU
@@ -45,7 +47,7 @@ def device() -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    assert kernels.unavailable_reason(torch.device("cuda:0")) is None
+    assert unavailable_reason(torch.device("cuda:0")) is None
     return torch.device("cuda:0")
 
 
@@ -413,7 +415,7 @@ def test_wrong_tensors_are_named(device):
 
 
 def test_numbers_that_vary_do_not_recompile_and_nothing_waits(real_device):
-    from zeor.optim.kernels_triton import adam_kernel
+    from zeor.optim.kernels.triton import adam_kernel
 
     def compiled_count() -> int:
         return len(adam_kernel.device_caches[real_device.index][0])

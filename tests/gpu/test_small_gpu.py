@@ -11,9 +11,10 @@ import torch
 
 from zeor.memory.formats import join_into, split_into
 from zeor.memory.small import BLOCK_NUMEL, decode_into, encode_into, scale_count, storage_of
-from zeor.optim import kernels
-from zeor.optim.kernels import AdamRun, AdamSettings, Launch, adam_pass
-from zeor.optim.kernels_reference import adam_pass_reference
+from zeor.optim.kernels.adam import AdamRun, AdamSettings, adam_pass
+from zeor.optim.kernels.protocol import Launch
+from zeor.optim.kernels.reference import adam_pass_reference
+from zeor.optim.kernels.registry import unavailable_reason
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # the mark skips a test where there is no GPU
@@ -36,7 +37,7 @@ def device() -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    assert kernels.unavailable_reason(torch.device("cuda:0")) is None
+    assert unavailable_reason(torch.device("cuda:0")) is None
     return torch.device("cuda:0")
 
 

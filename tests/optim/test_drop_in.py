@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import zeor
 from tests import loops
-from tests.optim.test_probe import CANNOT, ELEMENTWISE, WHOLE
+from tests.optim.parts.test_probe import CANNOT, ELEMENTWISE, WHOLE
 
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1, "momentum": 0.9}}
 
@@ -35,7 +35,7 @@ def check_steps(name: str, stage: int) -> None:
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE | WHOLE - {"Muon"}))  # Muon: tests/optim/test_owners.py
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE | WHOLE - {"Muon"}))  # Muon: tests/optim/owners/test_owners.py
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_optimizer_equals_plain_pytorch(ranks, stage, name):
     ranks(check_steps, 2, name, stage)

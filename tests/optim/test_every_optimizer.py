@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD foreach": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "foreach": True}),
     "SGD fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
 }
-MATRICES_ONLY = {"Muon"}  # tests/optim/test_owners.py
+MATRICES_ONLY = {"Muon"}  # tests/optim/owners/test_owners.py
 CANNOT = {
     "LBFGS": "LBFGS could not take a plain step on its own (TypeError: LBFGS.step() missing 1 required positional "
     "argument: 'closure'), so zeor cannot drive it; use an optimizer whose step() needs no closure and dense "

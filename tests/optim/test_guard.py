@@ -12,7 +12,7 @@ import zeor
 from tests import loops
 from tests.optim.test_drop_in import ELEMENTWISE
 from zeor.optim import guard
-from zeor.optim.checks import refuse_optimizers_in_backward
+from zeor.optim.parts.checks import refuse_optimizers_in_backward
 
 STAGES = (0, 1, 2, 3)
 

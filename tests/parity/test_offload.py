@@ -2,7 +2,7 @@
 whose state is on the device. `make test` takes every triple of them, `make test-all` every combination.
 
 Formats: exact moments are compared with the run without offload; bf16 and int8 with the same format on the device. How
-far a small format is from exact is in tests/optim/test_moments.py.
+far a small format is from exact is in tests/optim/streaming/test_moments.py.
 """
 
 from __future__ import annotations

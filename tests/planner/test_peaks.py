@@ -15,7 +15,7 @@ import torch
 import zeor
 from benchmarks.decoder import SIZES, Decoder, Shape
 from benchmarks.offload import ScoredDecoder
-from zeor.optim.streaming import IN_FLIGHT
+from zeor.optim.streaming.streaming import IN_FLIGHT
 from zeor.planner import Prediction, automatic
 from zeor.planner.peaks import LIBRARIES_NBYTES
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeor
 from zeor import api
-from zeor.optim.windows import _ALIGNED, WINDOWS, Windows
+from zeor.optim.streaming.windows import _ALIGNED, WINDOWS, WindowRing
 
 WIDTH, BLOCKS = 40, 5
 ROLES = ("compute", "grad", "master", "moments")
@@ -82,8 +82,8 @@ def held(stage: int, precision: str, case: str, folder: str) -> dict[str, Any]:
     streaming = state.steppers[0].streaming
     windows = [0]
     if streaming is not None:
-        run = Windows.run
-        Windows.run = lambda self, *args: (run(self, *args), windows.append(self.nbytes))[0]  # type: ignore[method-assign]
+        run = WindowRing.run
+        WindowRing.run = lambda self, *args: (run(self, *args), windows.append(self.nbytes))[0]  # type: ignore[method-assign]
     try:
         for _ in range(2):
             optimizer.zero_grad()
@@ -92,7 +92,7 @@ def held(stage: int, precision: str, case: str, folder: str) -> dict[str, Any]:
         state.engine.drain()
     finally:
         if streaming is not None:
-            Windows.run = run  # type: ignore[method-assign]
+            WindowRing.run = run  # type: ignore[method-assign]
     tiers = dict(state.engine.places.store.nbytes)
     host = streaming._host if streaming is not None else None
     found = {"roles": zeor.report(model), "tiers": tiers, "window": max(windows), "slots": host.nbytes if host else 0}

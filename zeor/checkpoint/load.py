@@ -39,7 +39,7 @@ from zeor.checkpoint.weights.matching import kind_of
 from zeor.comm.together import together
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
-from zeor.optim.pieces import Key, Piece
+from zeor.optim.parts.pieces import Key, Piece
 from zeor.runtime.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py

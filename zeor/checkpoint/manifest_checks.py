@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.optim.pieces import Key
+from zeor.optim.parts.pieces import Key
 
 _MOST_INDEX = 1 << 16  # of an entry in a list: the list is made as long as it says
 _FLAGS = ("foreach", "fused")  # of torch's optimizers: yes, no, or as torch thinks best

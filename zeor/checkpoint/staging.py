@@ -16,7 +16,7 @@ from torch import Tensor
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import Manifest
 from zeor.checkpoint.files.reading import Folder, Need, read_all, verify_all
-from zeor.optim.pieces import Key, Piece
+from zeor.optim.parts.pieces import Key, Piece
 
 STAGED_SHARE = 0.6  # of the free host memory: more than that is not staged
 DEVICE_SHARE = 0.8  # of the free memory of a device

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.optim.expected import Expected, expect, is_stock, toy_shape, try_step
-from zeor.optim.moments import COUNTERS
-from zeor.optim.pieces import Key
+from zeor.optim.parts.expected import Expected, expect, is_stock, toy_shape, try_step
+from zeor.optim.parts.pieces import Key
+from zeor.optim.streaming.moments import COUNTERS
 
 _FILLING = 0.01  # for state in a trial: positive, as second moments are
 # What stays where a user has changed a setting (momentum=, amsgrad=, centered=) while training.

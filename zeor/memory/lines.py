@@ -70,7 +70,7 @@ class Line:
 
 class Leaving:
     """Memory that the computation is done with and a line still reads: kept until the computation waits for that, so
-    that what is allocated afterwards may lie there. See Note [Gradients until they are used] in optim/update.py."""
+    that what is allocated afterwards may lie there. See Note [Gradients until they are used] in pending_update.py."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[Mark, Sequence[Tensor]]] = deque()

@@ -9,7 +9,7 @@ Three ways to keep it, chosen by dtypes and by who updates it, all of them exact
 `fetch()` makes `values` readable and writable on the device; `spill()` lets compute follow and gives back what needs
 not stay. Between the two, and only then, tensors made by `part()` may be used. Where anything of it rests on another
 tier (rest.py) these two bring it and take it back whole; the update in training goes chunk by chunk instead
-(optim/streaming.py), and may be under way: `pending` knows.
+(optim/streaming/streaming.py), and may be under way: `pending` knows.
 """
 
 from __future__ import annotations

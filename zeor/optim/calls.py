@@ -11,23 +11,21 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from zeor.optim import counters
-from zeor.optim.probe import Kind, raw_step
-from zeor.optim.segments import Segments
-from zeor.runtime.engine import Engine
+from zeor.optim.parts import counters
+from zeor.optim.parts.probe import Kind, raw_step
+from zeor.optim.parts.segments import Segments
 
 Given = Sequence[list[nn.Parameter]]  # by group
 
 
 class Calls:
-    def __init__(self, engine: Engine, optimizer: Optimizer, segments: Segments, kinds: Sequence[Kind]):
-        self._engine, self._optimizer, self._segments = engine, optimizer, segments
+    def __init__(self, segments: Segments, kinds: Sequence[Kind], device: torch.device):
+        self._optimizer, self._segments, self._device = segments.optimizer, segments, device
         self.kinds = kinds
         self.running = False  # the optimizer's own code, over what this rank steps on
-        self._step = raw_step(optimizer)
-        self._copies = type(optimizer).step.__module__.startswith("torch.optim.")
+        self._step = raw_step(self._optimizer)
+        self._copies = type(self._optimizer).step.__module__.startswith("torch.optim.")
 
     @property
     def separable(self) -> bool:
@@ -101,7 +99,7 @@ class Calls:
         for kind, group, parts in zip(self.kinds, self._optimizer.param_groups, self.everything()):
             slots = [self._segments.slots[id(param)] for param in group["params"]]
             some = any(slot.lane.grads is not None and slot.lane.grads.has[slot.index] for slot in slots)
-            like: Tensor = parts[0] if parts else torch.empty((), device=self._engine.mesh.device)
+            like: Tensor = parts[0] if parts else torch.empty((), device=self._device)
             toys.append([counters.toy(like, some)] if kind.counts and not kind.coupled else [])
         try:
             yield toys

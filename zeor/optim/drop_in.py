@@ -21,7 +21,8 @@ from zeor.comm.mesh import Mesh, make_mesh
 from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
 from zeor.memory.device import idle_accelerator, one_device
-from zeor.optim.checks import check_kind, refuse_optimizers_in_backward
+from zeor.memory.roles import STAGES
+from zeor.optim.parts.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
 from zeor.runtime.build import Builder
@@ -29,6 +30,7 @@ from zeor.runtime.engine import Engine
 from zeor.runtime.freezing import Freezing
 from zeor.runtime.keys import lane_key
 from zeor.runtime.plain_grads import watch
+from zeor.runtime.unit import Slot
 from zeor.runtime.wrapped import refuse_sharded
 
 log = logging.getLogger("zeor")
@@ -75,7 +77,7 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
     _compare(the_mesh, params)
     engine = Engine(plan, the_mesh, plain=True)
-    check_kind(engine, optimizer)
+    check_kind(optimizer, (), the_mesh, STAGES[plan.stage])
     builder = Builder(engine)
     _pack(builder, params)
     stepper = Stepper(engine, optimizer)
@@ -88,9 +90,10 @@ def _compare(mesh: Mesh, params: Sequence[tuple[str, nn.Parameter]]) -> None:
     same_everywhere(mesh, "optimizers", described)
 
 
-def _pack(builder: Builder, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Parameters into units of the engine; their memory, and their gradients, are the lanes' from here on."""
-    engine = builder.engine
+def _pack(builder: Builder, params: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
+    """Parameters into units; their memory, and their gradients, are the lanes' from here on. Orders of passes are
+    learned anew."""
+    engine, made = builder.engine, []
     for chunk in _chunks(params):
         slots = builder.slots([(name, param, ()) for name, param in chunk])
         keys = {slot: lane_key(slot.param, (), engine.plan.precision) for slot in slots}
@@ -98,7 +101,9 @@ def _pack(builder: Builder, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for slot in slots:
             if slot.lane.grads is not None:
                 watch(slot, engine)
-    builder.finish()  # orders of passes are learned anew where there were units before
+        made += slots
+    builder.finish()
+    return made
 
 
 def _enrol(ref: weakref.ref[Stepper], builder: Builder, groups: list[dict[str, Any]]) -> None:
@@ -106,21 +111,18 @@ def _enrol(ref: weakref.ref[Stepper], builder: Builder, groups: list[dict[str, A
     be refused is, before anything is changed."""
     stepper = ref()
     assert stepper is not None
-    engine, optimizer = stepper.engine, stepper.optimizer
-    known = {id(slot.param) for slot in engine.slots}
-    first = len(optimizer.param_groups) - len(groups)
-    new = [(name, param) for name, param in _named(groups, first) if id(param) not in known]
+    slots, first = stepper.segments.slots, len(stepper.optimizer.param_groups) - len(groups)
+    new = [(name, param) for name, param in _named(groups, first) if id(param) not in slots]
     if not new:
         return
     refuse_sharded(new)
     refuse_optimizers_in_backward(new)
-    one_device([*((slot.name, slot.param) for slot in engine.slots[:1]), *new])
-    _compare(engine.mesh, new)
-    check_kind(engine, optimizer)
-    engine.drain()
-    _pack(builder, new)
-    engine.feature(Freezing).watch(stepper)
-    stepper.segments.slots.update({id(slot.param): slot for slot in engine.slots})
+    one_device([*((slot.name, slot.param) for slot in list(slots.values())[:1]), *new])
+    _compare(stepper.mesh, new)
+    stepper.check_kind()
+    stepper.state.drain()
+    slots.update({id(slot.param): slot for slot in _pack(builder, new)})
+    stepper.engine.feature(Freezing).watch(stepper)
 
 
 def _named(groups: Sequence[dict[str, Any]], first: int = 0) -> Iterator[tuple[str, nn.Parameter]]:

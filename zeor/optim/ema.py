@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zeor.comm import verbs
 from zeor.layout import Segment
-from zeor.optim.pieces import Piece
+from zeor.optim.parts.pieces import Piece
 from zeor.runtime import events
 from zeor.runtime.freezing import Freezing
 from zeor.runtime.lane import Lane
@@ -63,13 +63,13 @@ class EMA:
             raise ValueError(f"zeor.ema(decay={decay!r}): give what is kept at each update, between 0 and 1.")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"zeor.ema(dtype={dtype}): give a floating dtype, or None for the master's.")
-        self._state, self._engine = state, state.engine
+        self._state, self._engine, self._slots = state, state.engine, state.engine.slots
         self._engine.unfilled.check()
         self._decay, self._dtype, self._warmup = decay, dtype, warmup
         self.updates = 0
         self._of: dict[Lane, Tensor] = {}
         self._inside = False
-        self._add(self._engine.slots)
+        self._add(self._slots)
         self._engine.feature(Freezing).watch(self)
         state.averages.add(self)
 
@@ -134,8 +134,8 @@ class EMA:
             engine.forget_gathered()
 
     def _check_outside(self, what: str) -> None:
-        if self._engine.borrowed.by is not None:
-            inside = self._engine.borrowed.by
+        inside = self._engine.borrowed.by
+        if inside is not None:
             raise RuntimeError(f"ema.{what} was called inside {inside}, where the weights are an average.")
 
     # ---- state
@@ -194,10 +194,9 @@ class EMA:
         """(parameter, which of its elements, the average of these) on this rank."""
         if self._inside:
             raise RuntimeError("The state of an average is read outside its applied().")
-        rank = self._engine.mesh.rank
-        for slot in self._engine.slots:
+        for slot in self._slots:
             if slot.lane in self._of:
-                for segment in slot.lane.layout.segments(rank):
+                for segment in slot.lane.layout.segments(slot.lane.mesh.rank):
                     if segment.param == slot.index:
                         end = segment.offset + segment.numel
                         yield slot, segment, self._of[slot.lane][segment.offset : end]

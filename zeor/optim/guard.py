@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeor.memory.param import held_of
-from zeor.runtime.handle import Handle
 
 driven: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that a stepper drives
 _watching: list[RemovableHandle] = []
@@ -33,11 +32,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_stranger(optimizer: Optimizer) -> None:
-    """RuntimeError where an optimizer holds parameters of a sharded model whose engine does not know it."""
+    """RuntimeError where an optimizer that no stepper drives holds parameters of a sharded model."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             held = held_of(param)
-            if isinstance(held, Handle) and not held.knows(optimizer):
+            if held is not None:
                 name = type(optimizer).__name__
                 raise RuntimeError(
                     f"{name}.step() was called on parameter {held.name!r} of a sharded model, but this {name} was "

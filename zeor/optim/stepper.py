@@ -3,12 +3,13 @@
 The user's optimizer object stays theirs; some of its methods are replaced on the instance. step() runs
 the step hooks once, the closure once, then for each unit: gradients to segments, the stock update or
 the one-pass kernel, compute from master, publish. A published unit travels while the next is updated.
-Parameters of groups that need whole matrices follow, round by round, computed by their owners (owners.py).
+Parameters of groups that need whole matrices follow, round by round, computed by their owners (owners/).
 """
 
 from __future__ import annotations
 
 import functools
+import types
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,17 +23,20 @@ from torch.optim import optimizer as torch_optimizer
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
 from zeor.memory.device import trim_host_memory
-from zeor.optim import kept, rounds
 from zeor.optim.calls import Calls
-from zeor.optim.checks import check_kind, check_parameters, check_separable
 from zeor.optim.guard import driven, watch_steps
-from zeor.optim.one_pass import OnePass
-from zeor.optim.owners import Owned, Owners
-from zeor.optim.patch import patch, unpatch
-from zeor.optim.pieces import Piece
-from zeor.optim.rounds import Journey
-from zeor.optim.segments import Segments, master_gradient, settle_scales
-from zeor.optim.streaming import Streaming
+from zeor.optim.kernels.run import OnePass
+from zeor.optim.owners import exchange
+from zeor.optim.owners.exchange import Journey, Visit
+from zeor.optim.owners.owners import Owned, Owners
+from zeor.optim.parts.checks import check_kind, check_parameters, check_separable
+from zeor.optim.parts.methods import REPLACED, Unwritten, find_writers, own_methods
+from zeor.optim.parts.pieces import Piece
+from zeor.optim.parts.probe import Kind
+from zeor.optim.parts.segments import Segments
+from zeor.optim.state import KeptState
+from zeor.optim.streaming.auto import Auto
+from zeor.optim.streaming.streaming import Streaming
 from zeor.runtime import events, settings
 from zeor.runtime.engine import Engine
 from zeor.runtime.freezing import Freezing
@@ -47,36 +51,47 @@ class Stepper:
 
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.engine, self.optimizer = engine, optimizer
-        check_parameters(engine, optimizer)
-        self.kinds = check_kind(engine, optimizer)
-        check_separable(engine, optimizer, self.kinds)
-        self.owners = Owners(engine)
+        plan, mesh, units, drain = engine.plan, engine.mesh, engine.units, engine.drain
+        self.mesh, self._plan, self._column, self._plain = mesh, plan, engine.column, engine.plain
+        self._units, self._slots, self._peers, self._ledger = units, engine.slots, engine.optimizers, engine.ledger
+        self.kinds = self._check()
+        self.owners = Owners(mesh, self._column, units)
         self._give_owners(range(len(self.kinds)))
-        self.segments = Segments(engine, optimizer, self.owners)
+        self.segments = Segments(optimizer, self._slots, self.owners, mesh)
         self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
-        self.calls = Calls(engine, optimizer, self.segments, self.kinds)
-        self.one_pass = OnePass.for_optimizer(engine, optimizer, self.segments)
-        self.streaming = self._streaming()
-        self.segments.resting = functools.partial(kept.resting, self)
-        kept.take_all(self)
-        kept.own_state(self)
+        self.calls = Calls(self.segments, self.kinds, mesh.device)
+        self.one_pass = OnePass(self.segments, mesh.device, plan.kernel)
+        self.streaming: Streaming | None = None
+        self._auto: Auto | None = None
+        if plan.streams:
+            self.streaming = Streaming(plan, mesh.device, units, self.segments, self.one_pass)
+            if plan.offload is not None and plan.offload.auto:
+                self._auto = Auto(self.streaming, plan, mesh, units, engine.places, drain)
+            engine.add_extension(self.streaming)
+        self.state = KeptState(self.segments, self.one_pass, self.streaming, drain)
         self._first = True
-        if engine.plan.release:
-            self._releases.updates.append(self._release)
-            self._releases.waits.append(self._has_owners)
+        if plan.release:
+            self._released.updates.append(self._release)
+            self._released.waits.append(self._has_owners)
         engine.feature(Freezing).watch(self)
-        engine.optimizers.append(optimizer)
+        self._peers.append(optimizer)
         driven.add(optimizer)
         watch_steps()
-        self._instance_step = patch(self)
+        self._instance_step = self._patch()
 
-    def _streaming(self) -> Streaming | None:
-        if not self.engine.plan.streams:
-            return None
-        streaming = Streaming(self.engine, self.optimizer, self.segments)
-        if self.one_pass is not None:
-            streaming.adopted = self.one_pass.forget_lane
-        return streaming
+    @property
+    def _released(self) -> Release:
+        return self.engine.feature(Release)
+
+    def _check(self) -> list[Kind]:
+        """What kind its groups are; ValueError where they cannot be driven."""
+        check_parameters(self.optimizer, self._slots)
+        kinds = self.check_kind()
+        check_separable(self.optimizer, kinds, self._plan)
+        return kinds
+
+    def check_kind(self) -> list[Kind]:
+        return check_kind(self.optimizer, self._slots, self.mesh, self._column)
 
     def _give_owners(self, groups: Iterable[int]) -> None:
         found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]
@@ -92,42 +107,119 @@ class Stepper:
             for param in params:
                 self.segments.make(param)
 
-    @property
-    def _releases(self) -> Release:
-        return self.engine.feature(Release)
+    # ---- the optimizer's own methods
 
-    @property
-    def separable(self) -> bool:
-        return self.calls.separable
+    def _patch(self) -> Callable | None:
+        """The optimizer object stays the user's: some of its methods are replaced on the instance. Returns the step
+        that stood there before, a scheduler's, say."""
+        optimizer, before = self.optimizer, self.optimizer.__dict__.get("step")
+
+        def step(_: Optimizer, closure: Callable | None = None) -> Any:
+            if before is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            return self.step(closure)
+
+        if before is not None and hasattr(before, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        methods: dict[str, Callable[..., Any]] = {
+            "step": step,
+            "state_dict": lambda _: self.state.state_dict(),
+            "load_state_dict": lambda _, state_dict: self.state.load_state_dict(state_dict),
+            "add_param_group": lambda _, group: self.add_param_group(group),
+        }
+        writers = find_writers(optimizer, self.mesh.device)
+        for name, method in own_methods(type(optimizer)).items():
+            methods[name] = self._beside(f"{type(optimizer).__name__}.{name}()", method, name in writers)
+        for name, method in methods.items():
+            optimizer.__dict__[name] = types.MethodType(method, optimizer)
+        return before
 
     def unpatch(self) -> None:
         """The optimizer is the user's alone again."""
-        if self._release in self._releases.updates:
-            self._releases.updates.remove(self._release)
-            self._releases.waits.remove(self._has_owners)
+        if self._release in self._released.updates:
+            self._released.updates.remove(self._release)
+            self._released.waits.remove(self._has_owners)
         if self.streaming is not None:
+            self.engine.remove_extension(self.streaming)
             self.streaming.close()
-        self.engine.optimizers.remove(self.optimizer)
+        self._peers.remove(self.optimizer)
         driven.discard(self.optimizer)
-        unpatch(self.optimizer, self._instance_step)
+        for name in (*REPLACED, *own_methods(type(self.optimizer))):
+            self.optimizer.__dict__.pop(name, None)
+        if self._instance_step is not None:
+            self.optimizer.__dict__["step"] = self._instance_step
+
+    def _beside(self, what: str, method: Callable, writes: bool) -> Callable[..., Any]:
+        """What stands for a method beside step(): see parts/methods.py. What the optimizer calls by itself while it
+        steps is passed through."""
+
+        def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(method, optimizer, *args, **kwargs)
+            if self.calls.running:
+                return run()
+            if writes:
+                return self._run_over_masters(what, run)
+            weights = [lane.full.flat for unit in self._units for lane in unit.lanes]
+            with Unwritten(what, [*weights, *self.segments.all()]):
+                return run()
+
+        return call
+
+    @torch.no_grad()
+    def _run_over_masters(self, what: str, method: Callable[[], Any]) -> Any:
+        """A method that writes parameters runs over what this rank steps on, as step() does, and the new values are
+        published: every rank must call it."""
+        self._check_weights(f"{what} was called")
+        if self.owners.rounds and self.owners.cut:
+            raise RuntimeError(
+                f"{what} writes parameters that are updated whole, by one rank each, as this optimizer looks at "
+                "matrices; zeor cannot do that beside a step; use zeor.shard(..., stage=0), where every rank updates "
+                "everything."
+            )
+        self.engine.announce(events.OTHER, what)
+        self.state.heed_new_state()
+        self.state.drain()
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        slots = [self.segments.slots[id(param)] for param in params if id(param) not in self.owners.owned]
+        lanes = list(dict.fromkeys(slot.lane for slot in slots if slot.lane.grads is not None))
+        visits = [Visit(self.owners.mesh, self._ledger, members, what) for members in self.owners.rounds]
+        for visit in visits:
+            visit.start()
+            visit.arrive()
+        for lane in lanes:
+            lane.wait()
+            lane.master.fetch()  # type: ignore[union-attr]
+        try:
+            with self.state.shown(), self.calls.in_groups(self.calls.everything()):
+                return method()
+        finally:
+            for lane in lanes:
+                lane.master.spill()  # type: ignore[union-attr]
+                lane.catch_up()
+            for visit in visits:
+                visit.send_back()
+                visit.finish()
+            self.engine.forget_gathered()
+            self._publish([unit for unit in self._units if any(lane.grads is not None for lane in unit.lanes)])
+            if self._plain:
+                self.state.drain()
 
     # ---- step
 
     def step(self, closure: Callable | None) -> Any:
         loss = None
-        kept.heed_new_state(self)
-        self.engine.unfilled.check()
-        self.engine.borrowed.refuse("step() was called")
+        self.state.heed_new_state()
+        self._check_weights("step() was called")
         self._run_hooks("pre")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.engine.backward.recover()
         self._check_reduced()
-        if self.engine.plain:
+        if self._plain:
             self.engine.heed()
         self.engine.begin_step()
-        self.engine.mesh.steps += 1
+        self.mesh.steps += 1
         profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
         with self.engine.announced(events.STEP, self._describe_step), torch.no_grad(), profiled:
             if not self._forbidden():
@@ -135,19 +227,26 @@ class Stepper:
             self.engine.end_step()
             if self.streaming is not None:
                 self.streaming.step_queued()
+            if self._auto is not None:
+                self._auto.after_step()
         if self._first:
             self._first = False
             trim_host_memory()
-        if self.engine.plain:
-            self.engine.drain()  # nothing waits for a publish in a forward without hooks
+        if self._plain:
+            self.state.drain()  # nothing waits for a publish in a forward without hooks
         self._run_hooks("post")
         return loss
+
+    def _check_weights(self, what: str) -> None:
+        """RuntimeError where the weights have no values yet, or others stand in their place."""
+        self.engine.unfilled.check()
+        self.engine.borrowed.refuse(what)
 
     def _describe_step(self) -> dict[str, Any]:
         """What a rank that is out of data must know to take the same step: see runtime/join.py."""
         found = {name: getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf")}
         return {
-            "optimizer": [each is self.optimizer for each in self.engine.optimizers].index(True),
+            "optimizer": [each is self.optimizer for each in self._peers].index(True),
             "settings": settings.encode(self.optimizer),
             "amp": {name: float(value) for name, value in found.items() if value is not None},
         }
@@ -155,7 +254,7 @@ class Stepper:
     def _forbidden(self) -> bool:
         """Gradients are not finite and such steps are to be skipped."""
         if getattr(self.optimizer, "found_inf", None) is not None:
-            if self._releases.done:
+            if self._released.done:
                 raise RuntimeError(
                     "GradScaler scales gradients that release=True has used up inside backward; leave release= out, or "
                     "train in bf16, which needs no scaler."
@@ -181,7 +280,7 @@ class Stepper:
 
     def _has_owners(self, unit: Unit) -> bool:
         """Some of it is computed whole, by rounds that take all of its gradients together: in step()."""
-        return any(self.owners.of(slot.param) is not None for slot in unit.slots)
+        return any(id(slot.param) in self.owners.owned for slot in unit.slots)
 
     def _run_hooks(self, when: str) -> None:
         """The user's step hooks, once per step, with the user's own parameters in the groups."""
@@ -194,12 +293,12 @@ class Stepper:
         order = self.engine.step_order()
         caught = self._catch_up()
         journeys = self._journeys()
-        if not self.separable:
+        if not self.calls.separable:
             self._update_together(order, journeys)
             return
         # A unit of both sorts is published once, by its last round.
         last = {member.slot.unit: journey for journey in journeys for member in journey.members}
-        released, changed = self._releases.done, []
+        released, changed = self._released.done, []
         for unit in order:
             if (self._update([unit]) or unit in released or unit in caught) and unit not in last:
                 changed.append(unit)
@@ -208,12 +307,12 @@ class Stepper:
         self._publish(changed)
 
         def done(journey: Journey) -> None:
-            for unit in dict.fromkeys(member.slot.unit for member in journey.members):
-                if last[unit] is journey:
-                    self.engine.publish(unit)
+            members = dict.fromkeys(member.slot.unit for member in journey.members)
+            self._publish([unit for unit in members if last[unit] is journey])
 
-        run = rounds.run if self.engine.plan.overlap else rounds.run_one_by_one
-        run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
+        if journeys:
+            run = exchange.run if self._plan.overlap else exchange.run_one_by_one
+            run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
         self.calls.count()
 
     def _publish(self, units: list[Unit]) -> None:
@@ -240,9 +339,7 @@ class Stepper:
         for journey in journeys:
             journey.finish()
             changed |= {member.slot.unit for member in journey.members}
-        for unit in units:
-            if unit in changed:
-                self.engine.publish(unit)
+        self._publish([unit for unit in units if unit in changed])
 
     # ---- segments
 
@@ -254,23 +351,23 @@ class Stepper:
         members = {id(slot.param): slot for unit in units for slot in unit.slots if self._has_gradient(slot)}
         work: list[list[Tensor]] = []
         for group in self.optimizer.param_groups:
-            work.append([p for p in group["params"] if id(p) in members and self.owners.of(p) is None])
+            work.append([p for p in group["params"] if id(p) in members and id(p) not in self.owners.owned])
         lanes = list(dict.fromkeys(members[id(p)].lane for params in work for p in params))
-        if not lanes and wholes is None and (self.separable or not self.calls.counts):
+        if not lanes and wholes is None and (self.calls.separable or not self.calls.counts):
             return set()
         for lane in lanes:
             lane.wait()  # an earlier publish nobody waited for (its reader) -> this update (the writer)
         changed = {unit for unit in units if any(lane in lanes for lane in unit.lanes)}
         if self.streaming is not None:
-            if self.streaming.auto is not None:
-                self.streaming.auto.before_update()
+            if self._auto is not None:
+                self._auto.before_update()
             streamed = [lane for lane in lanes if self.streaming.takes(lane)]
             self.streaming.update(work, streamed, bounded)
             lanes = [lane for lane in lanes if lane not in streamed]
             work = [[p for p in params if members[id(p)].lane in lanes] for params in work]
-        if self.one_pass is not None and self.one_pass.takes(lanes):
+        if self.one_pass.kernel is not None and self.one_pass.takes(lanes):
             self.one_pass.update(work, lanes)
-        elif lanes or wholes is not None or not self.separable:
+        elif lanes or wholes is not None or not self.calls.separable:
             self._stock_update(work, lanes, wholes)
         return changed
 
@@ -283,26 +380,25 @@ class Stepper:
         self, work: list[list[Tensor]], lanes: list[Lane], wholes: list[list[nn.Parameter]] | None
     ) -> None:
         """The optimizer's own step over segments, with the groups showing only these."""
+        widened, widened_nbytes = {lane for lane in lanes if not _settle_scales(lane)}, 0
         for lane in lanes:
-            settle_scales(lane)
             lane.master.fetch()  # type: ignore[union-attr]
-        widened_nbytes = 0
         given: list[list[nn.Parameter]] = [list(params) for params in wholes] if wholes else [[] for _ in work]
         for mine, params in zip(given, work):
             for param in params:
-                segment = self.segments.of(param)
+                segment = self.segments.parts.get(id(param))
                 if segment is not None:
                     slot = self.segments.slots[id(param)]
-                    segment.grad = master_gradient(slot, segment)
-                    widened_nbytes += segment.grad.nbytes if slot.lane.grads.dtype != segment.dtype else 0  # type: ignore[union-attr]
+                    segment.grad = _master_gradient(slot, segment)
+                    widened_nbytes += segment.grad.nbytes if slot.lane in widened else 0
                     mine.append(segment)
-        self.engine.ledger.add("update", widened_nbytes)
+        self._ledger.add("update", widened_nbytes)
         try:
             self.calls.call(given)
         finally:
             for lane in lanes:
                 lane.master.spill()  # type: ignore[union-attr]
-            self.engine.ledger.drop("update", widened_nbytes)
+            self._ledger.drop("update", widened_nbytes)
 
     # ---- owners
 
@@ -314,8 +410,8 @@ class Stepper:
         found = [[owned for owned in each if self._has_gradient(owned.slot)] for each in self.owners.rounds]
         self._compare_gradients([owned.slot.name for each in found for owned in each])
         for lane in dict.fromkeys(owned.slot.lane for each in found for owned in each):
-            settle_scales(lane)
-        mesh, ledger, name = self.owners.mesh, self.engine.ledger, type(self.optimizer).__name__
+            _settle_scales(lane)
+        mesh, ledger, name = self.owners.mesh, self._ledger, type(self.optimizer).__name__
         return [
             Journey(mesh, ledger, members, f"{name}: journey of {members[0].slot.name!r} and {len(members) - 1} more")
             for members in found
@@ -337,14 +433,6 @@ class Stepper:
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """The stock state dict over this rank's segments: it loads on the same world."""
-        return kept.state_dict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A state dict made by `state_dict` on this rank, or a plain one of whole parameters."""
-        kept.load_state_dict(self, state_dict)
-
     def add_param_group(self, group: dict[str, Any]) -> None:
         """A new group of the model's own parameters; a drop-in takes new ones. A refused one leaves no trace."""
         groups = self.optimizer.param_groups
@@ -352,9 +440,7 @@ class Stepper:
         type(self.optimizer).add_param_group(self.optimizer, group)
         try:
             self.enrol(groups[count:])
-            check_parameters(self.engine, self.optimizer)
-            kinds = check_kind(self.engine, self.optimizer)
-            check_separable(self.engine, self.optimizer, kinds)
+            kinds = self._check()
         except BaseException:
             del groups[count:]
             raise
@@ -362,17 +448,13 @@ class Stepper:
         self._give_owners(range(count, len(kinds)))
         for param in groups[-1]["params"]:
             self.segments.make(param)
-        if self.one_pass is not None:
-            self.one_pass = OnePass.for_optimizer(self.engine, self.optimizer, self.segments)
+        self.one_pass.check()
 
     def moments_nbytes(self) -> int:
-        return kept.moments_nbytes(self)
+        return self.state.moments_nbytes()
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The state of each of the user's parameters, whole, on every rank; a collective."""
-        kept.heed_new_state(self)
-        order = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return {param: state for param in order if (state := self.segments.whole(param))}
+        return self.state.whole()
 
     def unshard(self, whole: dict[Tensor, dict[str, Any]]) -> None:
         """The optimizer is the user's alone again, with this state."""
@@ -380,25 +462,34 @@ class Stepper:
         self.unpatch()
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's state of every parameter, piece by piece; see optim/pieces.py."""
-        return kept.pieces(self)
+        return self.state.pieces()
 
     def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:
-        """State from pieces made by any number of ranks: of each, this rank takes what it keeps. `adopt`: nobody else
-        holds them, so their memory may be kept."""
-        kept.put(self, pieces, adopt)
+        self.state.put(pieces, adopt)
 
     def clear_state(self) -> None:
         """Every parameter begins anew."""
         self.optimizer.state.clear()
 
-    def forget_moments(self) -> None:
-        """What is kept beside the optimizer's own state, or as a cache of it, is void."""
-        if self.one_pass is not None:
-            self.one_pass.forget_state()
-        if self.streaming is not None:
-            self.streaming.moments.forget()
 
-    def streams(self, param: Tensor) -> bool:
-        """Whether this rank's state of a parameter rests beside the optimizer's own."""
-        return kept.is_streamed(self, param)
+def _settle_scales(lane: Lane) -> bool:
+    """Remembered factors are multiplied into the sum where it is as wide as the master, so that the user sees
+    what was used; else into the wide copy that is made of each part. Whether it was."""
+    grads = lane.grads
+    assert grads is not None and lane.master is not None
+    as_wide = grads.dtype == lane.master.dtype
+    if as_wide:
+        grads.apply_scales()
+    return as_wide
+
+
+def _master_gradient(slot: Slot, segment: nn.Parameter) -> Tensor:
+    """One segment's gradient in the master's dtype and the segment's shape."""
+    grads = slot.lane.grads
+    assert grads is not None
+    part, factor = grads.local(slot.index), grads.scales[slot.index]
+    if part.dtype != segment.dtype:
+        part = part.to(segment.dtype)
+        if factor is not None:
+            part.mul_(factor)
+    return part.view(segment.shape)

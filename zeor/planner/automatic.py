@@ -1,4 +1,4 @@
-"""offload="auto" before the run: the choice that optim/auto.py will make, from budgets and a traced step.
+"""offload="auto" before the run: the choice that optim/streaming/auto.py will make, from budgets and a traced step.
 
 The same rule and the same margins; only what the first step's peak will be is predicted here and measured there.
 """
@@ -13,9 +13,9 @@ from zeor.memory.device import DeviceMemory
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.host import free_host_nbytes
 from zeor.memory.placement import Room, choose, size
-from zeor.optim.auto import DISK_SHARE, HOST_SHARE, holes_nbytes
-from zeor.optim.moments import moment_itemsize
-from zeor.optim.windows import WINDOWS
+from zeor.optim.streaming.auto import DISK_SHARE, HOST_SHARE, holes_nbytes
+from zeor.optim.streaming.moments import moment_itemsize
+from zeor.optim.streaming.windows import WINDOWS
 from zeor.plan import Offload
 from zeor.planner.peaks import (
     LIBRARIES_NBYTES,

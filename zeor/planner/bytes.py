@@ -16,7 +16,7 @@ from torch import nn
 
 from zeor.memory.param import is_sharded
 from zeor.memory.roles import Column, Residency
-from zeor.optim.moments import MOMENTS
+from zeor.optim.streaming.moments import MOMENTS
 from zeor.plan import Plan, Precision, nearest
 from zeor.planner import automatic
 from zeor.planner.peaks import Model, buffers_nbytes, device_peak, host_peak, transient_nbytes

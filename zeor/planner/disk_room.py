@@ -17,7 +17,7 @@ from zeor.comm.agree import exchange
 from zeor.memory.folders import free_disk_nbytes
 from zeor.memory.master import master_itemsize
 from zeor.memory.roles import Residency
-from zeor.optim.moments import moment_count, moment_itemsize
+from zeor.optim.streaming.moments import moment_count, moment_itemsize
 from zeor.plan import Share
 from zeor.runtime.engine import Engine
 from zeor.runtime.keys import lane_key, small_numel

@@ -23,7 +23,7 @@ from torch import nn
 
 from zeor.memory.host import PAGE_NBYTES
 from zeor.memory.roles import Residency
-from zeor.optim.streaming import IN_FLIGHT
+from zeor.optim.streaming.streaming import IN_FLIGHT
 from zeor.planner.blocks import device_nbytes, pinned_nbytes, reused_nbytes
 from zeor.planner.computed_again import shelf_nbytes
 from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
@@ -92,7 +92,7 @@ def resting_nbytes(model: Model) -> int:
 
 def forward_nbytes(model: Model, window: int) -> int:
     """Activations; gradients that updates of units forward has not come to yet still read, see Note [Gradients until
-    they are used] in optim/update.py; and windows, until it comes to the last of them."""
+    they are used] in optim/streaming/pending_update.py; and windows, until it comes to the last of them."""
     plan, column = model.setting.plan, model.setting.column
     if plan.release:  # what backward updated last forward comes to first
         return window

@@ -1,7 +1,7 @@
 """Where every array of every lane will rest, and how many bytes it takes there, from shapes and the plan alone.
 
 The same units, lane keys, layout and places as the engine's; nothing is allocated. `window` is what passes through the
-device while state that rests elsewhere is updated (optim/windows.py, optim/host_update.py).
+device while state that rests elsewhere is updated (optim/streaming/windows.py, optim/streaming/host.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from zeor.layout import LaneLayout, Segment
 from zeor.memory import small
 from zeor.memory.rest import Tiers
 from zeor.memory.roles import STAGES, Column, Residency
-from zeor.optim.host_update import AHEAD, batch_numel
-from zeor.optim.moments import moment_itemsize
-from zeor.optim.streaming import LARGE_NUMEL
-from zeor.optim.windows import _ALIGNED, WINDOWS
+from zeor.optim.streaming.host import AHEAD, batch_numel
+from zeor.optim.streaming.moments import moment_itemsize
+from zeor.optim.streaming.streaming import LARGE_NUMEL
+from zeor.optim.streaming.windows import _ALIGNED, WINDOWS
 from zeor.plan import Plan
 from zeor.planner.blocks import device_nbytes, pinned_nbytes
 from zeor.runtime.discover import UnitSpec
@@ -51,7 +51,7 @@ class Setting:
         return self.world == 1 and not self.column.grad_buffer
 
     def with_chunk(self, numel: int) -> Setting:
-        """With as many as optim/streaming.py takes where a rank keeps masters of so many elements."""
+        """With as many as optim/streaming/streaming.py takes where a rank keeps masters of so many elements."""
         given = None if self.plan.offload is None else self.plan.offload.chunk
         return replace(self, chunk=given or (1 << 25 if numel > LARGE_NUMEL else 1 << 24))
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.memory import device as devices
-from zeor.optim.moments import MOMENTS, moment_count
-from zeor.optim.one_pass import why_not
+from zeor.optim.kernels.registry import why_not
+from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.planner.bytes import predict
 from zeor.runtime.engine import Engine
 
@@ -36,7 +36,7 @@ def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer], no
     )  # fmt: skip
     log.info("per rank: %s", _bytes(model, engine, optimizers))
     for optimizer in optimizers[:1]:
-        reason, name = why_not(engine, optimizer), type(optimizer).__name__
+        reason, name = why_not(optimizer, engine.mesh.device, engine.plan.kernel), type(optimizer).__name__
         log.info("%s by %s", name, f"torch's own step ({reason})" if reason else "zeor's one-pass kernel")
 
 

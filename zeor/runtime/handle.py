@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zeor.comm.mesh import Mesh
@@ -42,7 +41,6 @@ class Services:
     mesh: Mesh
     plain: bool  # a drop-in's: parameters are the user's plain tensors
     slots: list[Slot]
-    optimizers: list[Optimizer]
     announcer: Announcer
     norms: Norms
     handed_out: HandedOut
@@ -62,7 +60,7 @@ class Services:
 def services_of(engine: Engine) -> Services:
     """For an engine whose units are still to be added; `complete` it when the engine is ready."""
     return Services(
-        engine.mesh, engine.plain, engine.slots, engine.optimizers, engine.announcer, engine.norms, engine.handed_out,
+        engine.mesh, engine.plain, engine.slots, engine.announcer, engine.norms, engine.handed_out,
         engine.unfilled, engine.borrowed,
     )  # fmt: skip
 
@@ -73,10 +71,6 @@ class Handle(Held):
         self.name, self.dtype = slot.name, slot.dtype
         self._grad_view: View | None = None
         self._viewed: Lane | None = None  # the lane it was made for
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was given to zeor with this parameter's model."""
-        return any(known is optimizer for known in self._services.optimizers)
 
     # ---- its values
 

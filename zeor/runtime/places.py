@@ -52,7 +52,7 @@ class Places:
             roles: tuple[str, ...] = OFFLOADED if key.trainable else ("compute",)
             if key.stays_whole:
                 roles = tuple(role for role in roles if role != "compute")
-            if offload.auto:  # moments and master are placed at the first update: see optim/auto.py
+            if offload.auto:  # moments and master are placed at the first update: see optim/streaming/auto.py
                 roles = tuple(role for role in roles if role not in ("moments", "master"))
                 tiers = Tiers(master="host" if self._crowded and key.trainable else "device")
             tiers = tiers._replace(**{role: self._next(role, getattr(offload, role), numel) for role in roles})

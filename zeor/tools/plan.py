@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import zeor
-from zeor.optim.moments import MOMENTS
+from zeor.optim.streaming.moments import MOMENTS
 from zeor.planner.automatic import OverBudget
 from zeor.planner.fits import beside
 from zeor.tools.gpt import GPT, GPTConfig

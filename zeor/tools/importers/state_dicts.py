@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.optim import part
+from zeor.optim.parts import mark
 from zeor.tools.importers.foreign import Foreign, Value
 
 _MODEL = ("model", "model_state_dict", "state_dict", "module", "net", "app")
@@ -109,8 +109,8 @@ def as_list(value: Any) -> list[Any]:
 
 def _add_optimizer(found: Foreign, optimizer: Mapping[str, Any], names: Sequence[str] | None, where: str) -> None:
     groups = [dict(group) for group in as_list(optimizer.get("param_groups"))]
-    if part.KEY in optimizer:
-        raise CheckpointError(f"{where} holds optimizer state that cannot be imported: {part.NOTE}.")
+    if mark.KEY in optimizer:
+        raise CheckpointError(f"{where} holds optimizer state that cannot be imported: {mark.NOTE}.")
     if not groups or not isinstance(optimizer.get("state"), (dict, list)):
         raise CheckpointError(f"{where} holds an optimizer without 'state' and 'param_groups'.")
     members = [as_list(group.get("params")) for group in groups]

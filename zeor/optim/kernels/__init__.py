@@ -1,0 +1,1 @@
+"""One-pass updates: each kernel is one file, and one line in registry.py."""

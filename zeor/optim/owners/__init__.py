@@ -1,0 +1,1 @@
+"""Owners: whole parameters, each computed by one rank, for optimizers that look at matrices."""

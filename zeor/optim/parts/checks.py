@@ -1,0 +1,90 @@
+"""What zeor.shard asks of an optimizer before anything is changed: its parameters, its kind, its state.
+
+Each refusal is one sentence that names what was found and what to do, and leaves model and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeor.comm.mesh import Mesh
+from zeor.memory.roles import Column
+from zeor.optim.owners.owners import updates_are_cut
+from zeor.optim.parts.probe import Kind, probe_groups
+from zeor.optim.parts.segments import check_cuttable
+from zeor.plan import Plan
+from zeor.runtime.unit import Slot
+
+
+def check_kind(optimizer: Optimizer, slots: Iterable[Slot], mesh: Mesh, column: Column) -> list[Kind]:
+    """What kind of optimizer it is, by group; ValueError where it cannot work at this stage. Touches nothing."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    kinds, name = probe_groups(optimizer, mesh.device, dtype), type(optimizer).__name__
+    cut = updates_are_cut(mesh, column)
+    for kind in kinds:
+        if kind.failed is not None:
+            raise ValueError(
+                f"{name} could not take a plain step on its own ({kind.failed}), so zeor cannot drive it; "
+                "use an optimizer whose step() needs no closure and dense gradients, such as AdamW."
+            )
+        if kind.coupled and cut:
+            raise ValueError(
+                f"{name} updates each parameter by what it finds in the others (one call over two differs from two "
+                "calls), so no rank could compute its part alone; use zeor.shard(..., stage=0), where every rank "
+                "updates the whole model, or an optimizer such as AdamW."
+            )
+    if cut:
+        names = {id(slot.param): slot.name for slot in slots}
+        for kind, group in zip(kinds, optimizer.param_groups):
+            for param in group["params"] if kind.elementwise else ():
+                state = dict.get(optimizer.state, param) or {}  # of the whole parameter: nothing is cut yet
+                check_cuttable(names.get(id(param), "a parameter"), tuple(param.shape), state)
+    return kinds
+
+
+def check_separable(optimizer: Optimizer, kinds: Sequence[Kind], plan: Plan) -> None:
+    """ValueError where the plan calls the optimizer several times in a step and it must not be."""
+    if all(kind.separable for kind in kinds):
+        return
+    name = type(optimizer).__name__
+    if plan.streams:
+        raise ValueError(
+            f"{name} keeps counters for all parameters together, so it cannot be called for some of them at a time, as "
+            "offload=, moments= and delay= need; leave those out."
+        )
+    if plan.release:
+        raise ValueError(
+            f"{name} keeps counters for all parameters together, so it cannot update unit by unit inside backward; "
+            "leave out release=True."
+        )
+
+
+def check_parameters(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
+    """Every parameter of the optimizer must be one of the model's."""
+    known = {id(slot.param) for slot in slots}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} (group {number}, "
+                    f"position {position}) that is not in the sharded model; make the optimizer from this model's "
+                    "parameters()."
+                )
+
+
+def refuse_optimizers_in_backward(named: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError where torch's _apply_optimizer_in_backward has given a parameter an optimizer of its own: that steps
+    on the gradient of this rank alone, or, where zeor takes gradients away as they arrive, never."""
+    for name, param in named:
+        if getattr(param, "_in_backward_optimizers", None):
+            raise ValueError(
+                f"Parameter {name!r} has an optimizer of its own that steps inside backward (torch's "
+                "_apply_optimizer_in_backward), on gradients that ranks have not added up; leave that out, and give "
+                "one optimizer over all parameters to zeor.shard(model, optimizer, release=True), which updates inside "
+                "backward too."
+            )

@@ -1,0 +1,256 @@
+"""Windows: where a chunk of what rests elsewhere is while it is updated.
+
+A window is a block of device memory, cut into the arrays of one chunk; beside it, for arrays on disk, a block of host
+memory that files are read into. A few windows go round: one is filled, one updated, one emptied.
+
+    file --read--> staging --copy--> window --update--> window --copy--> staging --write--> file
+    host memory ----------copy-----> window --update--> window --copy--> host memory
+
+Knows lines and files; knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeor.memory.lines import Line, Mark, current_mark
+from zeor.memory.rest import Rest
+from zeor.optim.streaming.pending_update import Done
+
+WINDOWS = 3
+_ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache
+
+
+class ChunkPart(NamedTuple):
+    """Elements [begin, end) of an array at rest, as a chunk needs them."""
+
+    name: str
+    rest: Rest
+    begin: int
+    end: int
+    reads: bool = True
+    writes: bool = True
+
+    @property
+    def home(self) -> Tensor:
+        return self.rest.tensor[self.begin : self.end]
+
+    @property
+    def nbytes(self) -> int:
+        return -(-(self.end - self.begin) * self.rest.dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
+class _Window:
+    def __init__(self) -> None:
+        self.device: Tensor | None = None
+        self.outgrown: list[Tensor] = []  # blocks it had before, which copies may still read
+        self.host: Tensor | None = None
+        self.empty = Mark()  # emptied by the copies of the chunk before
+        self.writes: list[Future] = []
+        self.reads: list[Future] = []
+        self.parts: dict[str, Tensor] = {}
+        self.staged: dict[str, Tensor] = {}
+
+    def finish_writes(self) -> None:
+        writes, self.writes = self.writes, []
+        for write in writes:
+            write.result()
+
+
+class Work:
+    """A lane's chunks, which is at least one. `before` is called first of all; `update(tensors by name)` for each chunk
+    in turn."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[ChunkPart]],
+        updates: Sequence[Callable[[dict[str, Tensor]], None]],
+        before: Callable[[], None],
+    ):
+        self.left, self._updates, self.before = deque(chunks), updates, before
+        self.count, self.passed, self.is_new = len(chunks), 0, True
+        self.writes: list[Future[None]] = []
+        self.done: Future[Done] = Future()
+
+    def update(self, tensors: dict[str, Tensor]) -> None:
+        self._updates[self.passed](tensors)
+
+    def fail(self, error: BaseException) -> None:
+        self.left.clear()
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class WindowRing:
+    """Runs chunks of lanes through. One thread at a time."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.fetches, self.updates, self.spills = Line(device), Line(device), Line(device)
+        self._windows = [_Window() for _ in range(WINDOWS)]
+        self._next = self._most_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return sum(0 if window.device is None else window.device.numel() for window in self._windows)
+
+    def run(self, works: deque[Work]) -> None:
+        """Until nothing is left of them, what comes meanwhile included; errors go to who waits for the lane. Files are
+        read ahead, of the next lane too, and written behind; where there are none the host waits for nothing."""
+        coming: deque[tuple[Work, Sequence[ChunkPart], _Window]] = deque()
+        while works or coming:
+            while works and len(coming) < WINDOWS - 1:
+                work = works[0]
+                try:
+                    coming.append((work, *self._enter(work)))
+                except BaseException as error:
+                    work.fail(error)
+                if not work.left:
+                    works.popleft()
+            if coming:
+                work, chunk, window = coming.popleft()
+                try:
+                    self._pass(work, chunk, window)
+                except BaseException as error:
+                    work.fail(error)
+
+    def _enter(self, work: Work) -> tuple[Sequence[ChunkPart], _Window]:
+        """The next chunk of a lane gets a window, into which its files are read."""
+        if work.is_new:
+            work.before()
+            self._make_room(work.left)
+            work.is_new = False
+        chunk = work.left.popleft()
+        window = self._windows[self._next]
+        self._next = (self._next + 1) % WINDOWS
+        self._read(window, chunk)
+        return chunk, window
+
+    def _pass(self, work: Work, chunk: Sequence[ChunkPart], window: _Window) -> None:
+        self._finish_reads(window)
+        if work.done.done():
+            return  # an earlier chunk has failed
+        self._fetch(window, chunk)
+        try:
+            with self.updates():
+                work.update(window.parts)
+                updated = self.updates.mark()
+        except BaseException:
+            self.updates.mark().hold(self.spills)
+            window.empty = self.spills.mark()  # what is queued of it -> the next chunk in this window
+            raise
+        updated.hold(self.spills)  # update -> copies back
+        self._spill(window, chunk)
+        work.writes += window.writes
+        work.passed += 1
+        if work.passed == work.count:
+            work.done.set_result(Done(updated, self.spills.mark(), work.writes))
+
+    def leave(self) -> None:
+        """Give the device's memory back: the computation goes on when it is empty, and may have it then."""
+        if any(window.device is not None for window in self._windows):
+            for line in (self.fetches, self.updates, self.spills):
+                line.mark().hold()  # the last use of the windows -> whoever gets their memory
+            for window in self._windows:
+                window.device, window.parts, window.outgrown = None, {}, []
+
+    # ---- one window
+
+    def _read(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
+        """The window cut for a chunk, and its files read into the staging part of it."""
+        if window.outgrown and window.empty.reached:
+            window.outgrown = []
+        window.finish_writes()
+        window.empty.wait() if any(part.rest.file for part in chunk) else None  # the copies out of it -> new reads
+        window.parts = {part.name: part.home for part in chunk if not part.rest.away}
+        staged = self._staged(chunk)
+        window.parts.update(_cut(window.device, self._copied(chunk)))
+        window.staged = _cut(window.host, staged)
+        if self._device.type == "cpu":
+            window.parts.update(window.staged)  # there is nothing between
+        window.reads = [
+            part.rest.file.read_async(part.begin, part.end, window.staged[part.name])
+            for part in staged
+            if part.reads and part.rest.file is not None
+        ]
+
+    @staticmethod
+    def _staged(chunk: Sequence[ChunkPart]) -> list[ChunkPart]:
+        return [part for part in chunk if part.rest.file is not None]
+
+    def _copied(self, chunk: Sequence[ChunkPart]) -> list[ChunkPart]:
+        """What has a place of its own in the window; on a host, where files are read to is the window."""
+        on_host = self._device.type == "cpu"
+        return [part for part in chunk if part.rest.away and not (on_host and part.rest.file is not None)]
+
+    def _make_room(self, chunks: Iterable[Sequence[ChunkPart]]) -> None:
+        """Every window takes the largest of all chunks so far at once: the host waits for nothing here."""
+        device_nbytes = max((sum(part.nbytes for part in self._copied(chunk)) for chunk in chunks), default=0)
+        host_nbytes = max((sum(part.nbytes for part in self._staged(chunk)) for chunk in chunks), default=0)
+        self._most_nbytes = max(device_nbytes, self._most_nbytes)
+        for window in self._windows:
+            if device_nbytes > (0 if window.device is None else window.device.numel()):
+                if window.device is not None:
+                    window.outgrown.append(window.device)
+                window.device = _block(self._most_nbytes, self._device)
+                current_mark(self._device).hold(self.fetches)  # whoever had this memory -> copies into it
+            if host_nbytes > (0 if window.host is None else window.host.numel()):
+                window.finish_writes()  # out of the block -> whoever gets its memory
+                window.empty.wait()
+                window.host = _block(host_nbytes, torch.device("cpu"), pinned=self._device.type != "cpu")
+
+    @staticmethod
+    def _finish_reads(window: _Window) -> None:
+        reads, window.reads = window.reads, []
+        wait(reads)  # all of them, also where one has failed: the next chunk is read to the same place
+        for read in reads:
+            read.result()
+
+    def _fetch(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
+        window.empty.hold(self.fetches)  # copies out of the window -> copies into it
+        with self.fetches():
+            for part in chunk:
+                if part.rest.away and part.reads:
+                    source = window.staged.get(part.name, part.home)
+                    if source is not window.parts[part.name]:
+                        window.parts[part.name].copy_(source, non_blocking=True)
+        self.fetches.mark().hold(self.updates)  # copies -> update
+
+    def _spill(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
+        away = [part for part in chunk if part.rest.away and part.writes]
+        with self.spills():
+            for part in away:
+                into = window.staged.get(part.name, part.home)
+                if into is not window.parts[part.name]:
+                    into.copy_(window.parts[part.name], non_blocking=True)
+            window.empty = self.spills.mark()
+        filed = [part for part in away if part.rest.file is not None]
+        if filed:
+            window.empty.wait()
+            window.writes = [
+                part.rest.file.write_async(part.begin, part.end, window.staged[part.name])  # type: ignore[union-attr]
+                for part in filed
+            ]
+        window.parts = {}  # gradients are kept by who needs them
+
+
+def _block(nbytes: int, device: torch.device, pinned: bool = False) -> Tensor:
+    made = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return made[-made.data_ptr() % _ALIGNED :]
+
+
+def _cut(block: Tensor | None, parts: Sequence[ChunkPart]) -> dict[str, Tensor]:
+    cut, at = {}, 0
+    for part in parts:
+        assert block is not None
+        numel = part.end - part.begin
+        cut[part.name] = block[at : at + numel * part.rest.dtype.itemsize].view(part.rest.dtype)
+        at += part.nbytes
+    return cut
