@@ -15,6 +15,8 @@ from torch import nn
 
 import zeor
 from zeor.runtime import activations
+from zeor.runtime.recompute import Recompute
+from zeor.runtime.sharded import state_of
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +59,7 @@ def made(recompute, compiled=False, **options):
 
 
 def shelf_of(model):
-    return vars(model)["_zeor_sharded"].hooks.recompute.shelf
+    return state_of(model).engine.feature(Recompute).shelf
 
 
 def step(model, optimizer, number, micros=1):

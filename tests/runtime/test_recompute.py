@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import zeor
 from tests.loops import assert_equal, values
 from zeor.runtime import activations
+from zeor.runtime.recompute import Recompute
+from zeor.runtime.sharded import state_of
 
 WIDTH, ROWS, STEPS = 6, 4, 3
 
@@ -65,7 +67,7 @@ def setup_offload():
 
 
 def recompute_of(model):
-    return vars(model)["_zeor_sharded"].hooks.recompute
+    return state_of(model).engine.feature(Recompute)
 
 
 def nothing_is_out(shelf):

@@ -19,6 +19,7 @@ from zeor.runtime.module_buffers import ModuleBuffers
 from zeor.runtime.nonfinite import NonFinite
 from zeor.runtime.penalty import Penalties
 from zeor.runtime.plain_grads import PlainGrads
+from zeor.runtime.recompute import Recompute
 from zeor.runtime.release import Release
 from zeor.runtime.settings import Settings
 from zeor.runtime.unit import Owner, Slot
@@ -63,6 +64,7 @@ class Builder:
         ]
         if model is not None:
             features.append(ModuleBuffers(mesh, model, engine.plan.buffers))
+            features.append(Recompute(engine.units, engine.plan.recompute, mesh.device))
         if engine.plain:
             given = None if self._plain is None else self._plain.given
             self._plain = PlainGrads(engine, self._first_batch, nonfinite, given)

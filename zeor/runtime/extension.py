@@ -8,7 +8,7 @@ with the exchange that ends it, so that agreeing costs no message of its own.
     backward    check_backward, says, begin_backward, grads_begun, factor, unit_reduced, told, heard, grads_there,
                 end_backward
     step        end_step
-    the user    heed, edited, froze
+    the user    heed, edited, froze, pause, resume
     an error    abandon
 """
 
@@ -86,6 +86,12 @@ class Extension:
 
     def froze(self) -> None:
         """The user froze or unfroze a parameter on this rank."""
+
+    def pause(self) -> None:
+        """The model is shown as a plain one, for a while or for good."""
+
+    def resume(self) -> None:
+        """After `pause`: it is sharded again."""
 
     # ---- a step
 

@@ -41,7 +41,6 @@ from zeor.runtime.engine import Engine
 from zeor.runtime.entries import Entry
 from zeor.runtime.extension import overriding
 from zeor.runtime.passes import inside_backward
-from zeor.runtime.recompute import Recompute
 from zeor.runtime.unit import Slot, Unit
 
 
@@ -126,7 +125,7 @@ class Hooks:
         added.watch(self._model)
         self._guard_conversions()
         self._leave_rnn_weights()
-        self.recompute = Recompute(engine.units, engine.plan.recompute, engine.mesh.device)
+        self._pauses, self._resumes = overriding(engine.extensions, "pause"), overriding(engine.extensions, "resume")
         self._param_handles = [collect_from(slot, engine) for slot in engine.slots if slot.lane.grads is not None]
         self._casts: list[Casts] = []  # of the model's forwards that are running
         self._saving: Unit | None = None  # the unit in whose forward our hooks for saved tensors are on
@@ -137,7 +136,8 @@ class Hooks:
 
     def remove(self) -> None:
         added.ignore(self._model)
-        self.recompute.take_off()
+        for pause in self._pauses:
+            pause()
         for handle in (*self._handles, *self._param_handles):
             handle.remove()
         for names, name in self._methods:
@@ -149,7 +149,8 @@ class Hooks:
 
     def pause(self) -> None:
         added.ignore(self._model)
-        self.recompute.take_off()
+        for pause in self._pauses:
+            pause()
         for handle in self._handles:
             for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
                 hooks = ref()
@@ -165,7 +166,8 @@ class Hooks:
             if isinstance(hooks, OrderedDict) and getattr(hook, "zeor_first", False):
                 hooks.move_to_end(key, last=False)
         self._paused.clear()
-        self.recompute.put()
+        for resume in self._resumes:
+            resume()
         added.watch(self._model)
 
     def _add_module_hooks(self, unit: Unit) -> None:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeor.runtime.activations import Kept, Packed, Shelf
 from zeor.runtime.compiled import unwrapped
+from zeor.runtime.extension import Extension
 from zeor.runtime.stray import inside_backward
 from zeor.runtime.unit import Unit
 
@@ -37,9 +38,8 @@ from zeor.runtime.unit import Unit
 _HELD_BY, _BEHIND = "_zeor_recompute", "_zeor_forward"
 
 
-class Recompute:
-    """The chosen units of one model. `put` and `take_off` are called by hooks.py, which knows when modules are to be
-    plain."""
+class Recompute(Extension):
+    """The chosen units of one model."""
 
     def __init__(self, units: Sequence[Unit], wanted: Any, device: torch.device):
         self._units, self.modules = units, _chosen(units, wanted)
@@ -50,14 +50,14 @@ class Recompute:
         # Made once: what is compiled with a module's forward stays valid when it was away for a while.
         ours = torch._dynamo.disable(_forward, recursive=False)
         self._ours = [(module, vars(module).get("forward"), MethodType(ours, module)) for module in self.modules]
-        self.put()
+        self.resume()
 
-    def put(self) -> None:
+    def resume(self) -> None:
         """Each chosen module's forward behind ours."""
         for module, before, ours in self._ours:
             vars(module).update({_HELD_BY: self, _BEHIND: before, "forward": ours})
 
-    def take_off(self) -> None:
+    def pause(self) -> None:
         """The modules as they were."""
         for module, before, _ in self._ours:
             for name in (_HELD_BY, _BEHIND, "forward"):
