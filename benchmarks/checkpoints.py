@@ -34,7 +34,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zeor
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
 
 WIDTH = 4096
 WAYS = ("plain", "zeor", "torch", "dcp", "deepspeed")

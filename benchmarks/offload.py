@@ -106,7 +106,7 @@ def start_value(parameter: torch.Tensor, generator: torch.Generator | None = Non
 
 @torch.no_grad()
 def fill_on_device(model: nn.Module, options: argparse.Namespace) -> None:
-    from zeor.runtime.sharded import state_of
+    from zeor.access.sharded import state_of
 
     engine = state_of(model).engine
     engine.drain()
@@ -212,7 +212,7 @@ class Loop:
 
     def settle(self) -> float:
         """Seconds until everything that was deferred is done."""
-        from zeor.runtime.sharded import state_of
+        from zeor.access.sharded import state_of
 
         start = time.perf_counter()
         state_of(self.model).engine.drain()

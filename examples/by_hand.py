@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where zeor 
 
 import zeor
 from zeor.comm import verbs
+from zeor.comm.launch.world import ensure_process_group
 from zeor.comm.mesh import Mesh, make_mesh
-from zeor.comm.world import ensure_process_group
 from zeor.layout import LaneLayout, lay_out
 
 Batch = tuple[Tensor, Tensor]

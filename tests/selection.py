@@ -24,7 +24,7 @@ SOME: dict[str, dict[str, int]] = {
     "checkpoint/test_kill.py": {"test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values": 3},
     "checkpoint/test_shortened.py": {"test_a_save_from_a_shortened_file_is_one_sentence": 1},
     "comm/test_frozen.py": {"test_a_rank_that_freezes_or_dies_does_not_hold_the_other": 2},
-    "comm/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
+    "comm/launch/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
     "comm/test_meeting.py": {"test_a_rank_that_leaves_the_path_is_named_on_every_rank": 12},
     "examples/test_vision.py": {"test_the_mnist_network_learns_at_stage_3": 0},
     "optim/parts/test_counters.py": {"test_counters_move_once_per_step_on_every_rank": 7},
@@ -54,19 +54,19 @@ SOME: dict[str, dict[str, int]] = {
     "planner/test_rests.py": {
         "test_resident_bytes_by_role_and_tier_are_exact": 1, "test_gradients_on_the_device_are_exact": 1,
     },
-    "runtime/test_join.py": {
+    "features/test_join.py": {
         "test_five_against_seven_batches_equal_plain_pytorch": 2, "test_two_models_in_one_block": 2,
     },
-    "runtime/test_memory.py": {"test_resident_bytes_are_those_of_the_table": 12},
-    "runtime/test_norms.py": {
+    "step/test_memory.py": {"test_resident_bytes_are_those_of_the_table": 12},
+    "step/test_norms.py": {
         "test_stock_clipping_by_norm": 7, "test_stock_clipping_on_three_ranks": 2,
         "test_arithmetic_on_gradients_in_place": 2,
     },
-    "runtime/test_recompute.py": {
+    "features/test_recompute.py": {
         "test_compiled_units_are_computed_again_by_the_compiler_and_offloaded": 1,
         "test_the_bits_are_those_without_and_each_call_is_computed_twice": 3,
     },
-    "runtime/test_zero_grad.py": {"test_gradients_from_inside_no_sync_can_be_set_to_zero": 5},
+    "step/test_zero_grad.py": {"test_gradients_from_inside_no_sync_can_be_set_to_zero": 5},
     "test_api.py": {"test_500_steps_with_flat_memory": 0},
     "test_documents.py": {"test_it_goes_on_with_another_number_of_ranks_from_the_middle_of_an_epoch": 0},
     "test_import.py": {"test_the_same_script_under_slurms_variables": 0},

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zeor
 from tests import loops
-from zeor.runtime.plain_grads import PlainGrads
+from zeor.features.plain_grads import PlainGrads
 
 Values = dict[str, list[float]]
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeor.comm import world
-from zeor.comm.world import backend_for, ensure_process_group, first_host
+from zeor.comm.launch import world
+from zeor.comm.launch.world import backend_for, ensure_process_group, first_host
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NO_WARNING = ["-W", "error::FutureWarning", "-W", "error::DeprecationWarning", "-W", "error::UserWarning"]

@@ -15,10 +15,10 @@ from torch import nn
 
 import zeor
 from tests import tiers
-from tests.memory.test_files import needs_mount
+from tests.tiers.test_files import needs_mount
 from zeor import Offload
-from zeor.memory import folders
 from zeor.plan import Plan
+from zeor.tiers import folders
 
 NEEDS_A_FOLDER = (
     "Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...); only offload='disk' has "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zeor
 from tests import loops
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
 
 MB = 1 << 20
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeor
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
 
 WIDTH, INNER, OUT, ROWS = 26, 23, 7, 12
 CHUNK = 256

@@ -28,7 +28,7 @@ from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.preemption import Preempted, preempt
 from zeor.checkpoint.saver import Saving
-from zeor.comm.launch import RankError, launch
+from zeor.comm.launch.launch import RankError, launch
 from zeor.plan import Offload, Plan, Precision
 
 __version__ = "0.1.0"

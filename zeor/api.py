@@ -12,15 +12,37 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from zeor.access import full, meta
+from zeor.access.initialise import init_parameters
+from zeor.access.meta import on_meta
+from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
+from zeor.access.sharded import Sharded
+from zeor.access.sharded import state_of as _state
+from zeor.access.stream import iter_full
 from zeor.checkpoint.weights.export import export
 from zeor.checkpoint.weights.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
+from zeor.comm.launch.world import ensure_process_group
 from zeor.comm.mesh import Mesh, make_mesh
-from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
+from zeor.features import module_buffers, plain_grads
+from zeor.features.build import Builder
+from zeor.features.chunked_loss import chunked_cross_entropy
+from zeor.features.freezing import Freezing
+from zeor.features.join import join
+from zeor.features.mean_loss import mean_loss
+from zeor.features.module_buffers import ModuleBuffers
+from zeor.features.penalty import penalty
+from zeor.features.recompute import check_wanted
+from zeor.features.release import Release
+from zeor.features.totals import total
 from zeor.memory import device as devices
 from zeor.memory.param import is_sharded
+from zeor.model.compiled import compile_in_place, unwrapped
+from zeor.model.discover import find_units
+from zeor.model.shareable import check_model
+from zeor.model.wrapped import refuse_wrapped
 from zeor.optim.ema import ema
 from zeor.optim.guard import watch_steps
 from zeor.optim.parts.checks import check_kind, check_parameters, refuse_optimizers_in_backward
@@ -29,32 +51,12 @@ from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
-from zeor.runtime import events, full, meta, module_buffers, plain_grads
-from zeor.runtime.build import Builder
-from zeor.runtime.chunked_loss import chunked_cross_entropy
-from zeor.runtime.compiled import compile_in_place, unwrapped
-from zeor.runtime.discover import find_units
-from zeor.runtime.engine import Engine
-from zeor.runtime.entries import find_entries
-from zeor.runtime.freezing import Freezing
-from zeor.runtime.hooks import Hooks
-from zeor.runtime.initialise import init_parameters
-from zeor.runtime.join import join
-from zeor.runtime.keys import lane_key, small_numel
-from zeor.runtime.mean_loss import mean_loss
-from zeor.runtime.meta import on_meta
-from zeor.runtime.module_buffers import ModuleBuffers
-from zeor.runtime.penalty import penalty
-from zeor.runtime.recompute import check_wanted
-from zeor.runtime.release import Release
-from zeor.runtime.sharded import ATTRIBUTE as _ATTRIBUTE
-from zeor.runtime.sharded import Sharded
-from zeor.runtime.sharded import state_of as _state
-from zeor.runtime.shareable import check_model
-from zeor.runtime.stream import iter_full
-from zeor.runtime.totals import total
-from zeor.runtime.unit import Slot
-from zeor.runtime.wrapped import refuse_wrapped
+from zeor.spec.keys import lane_key, small_numel
+from zeor.step import events
+from zeor.step.engine import Engine
+from zeor.step.entries import find_entries
+from zeor.step.hooks import Hooks
+from zeor.step.unit import Slot
 
 
 def shard(

@@ -41,6 +41,7 @@ import zeor
 from tests.checkpoint import kept
 from tests.checkpoint.disks import FaultyDisk, die
 from tests.loops import FEATURES, net, own_loss
+from zeor.access.sharded import state_of
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files.errors import CheckpointError
@@ -48,7 +49,6 @@ from zeor.checkpoint.files.store import complete
 from zeor.checkpoint.files.urls import Place, place_of
 from zeor.checkpoint.verify import Description, describe, verify
 from zeor.comm import stuck
-from zeor.runtime.sharded import state_of
 
 MODES = ("shared", "async", "hosts", "url", "direct")
 WIDTH = 1500  # of the large model: three whole blocks per rank, and a rest

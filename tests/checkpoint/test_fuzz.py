@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeor
 from tests.checkpoint.mutants import ABSURD, mutated_bytes, mutated_tree, places, signed, signed_text
 from tests.checkpoint.test_reshard import make, steps
+from zeor.access.sharded import state_of
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files import manifest as manifests
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.runtime.sharded import state_of
 
 PARSED, RAW, SIGNED, DAMAGED, HEADERS = 7000, 300, 1500, 400, 900
 assert PARSED + RAW + SIGNED + DAMAGED + HEADERS >= 10_000

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import zeor
 from tests.checkpoint.mutants import mutated_state, signed
+from zeor.access.sharded import state_of
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files import manifest as manifests
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.layout.boxes import whole
-from zeor.runtime.sharded import state_of
 
 EACH = 800  # of each optimizer; `make test` takes a few
 FEW = 60

@@ -16,8 +16,8 @@ from torch import Tensor
 import zeor
 from tests.covering import PAIRS, Row
 from tests.loops import net, own_loss
+from zeor.access.sharded import state_of
 from zeor.checkpoint.api import load, save
-from zeor.runtime.sharded import state_of
 
 SAVED, MORE = 3, 3
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)

@@ -15,9 +15,9 @@ from torch import nn
 
 import zeor
 from tests import loops
+from zeor.access.sharded import state_of
 from zeor.comm.meeting import Apart, meet
 from zeor.comm.mesh import make_mesh
-from zeor.runtime.sharded import state_of
 
 TIMEOUT_SECONDS = 20.0
 

@@ -13,7 +13,7 @@ import torch
 
 import zeor
 from tests.gpu.test_engine_gpu import Model, batch
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
 
 pytestmark = pytest.mark.gpu
 

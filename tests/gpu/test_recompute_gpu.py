@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeor
-from zeor.runtime import activations
-from zeor.runtime.recompute import Recompute
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
+from zeor.features import activations
+from zeor.features.recompute import Recompute
 
 pytestmark = pytest.mark.gpu
 

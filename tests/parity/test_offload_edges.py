@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeor
-from zeor.runtime.nonfinite import NonFinite
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
+from zeor.features.nonfinite import NonFinite
 
 
 class Forked(nn.Module):

@@ -42,7 +42,7 @@ from tests.parity.models import (
     steps,
     train,
 )
-from zeor.runtime import reduces
+from zeor.step import reduces
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3, 4)

@@ -18,7 +18,7 @@ import zeor
 from tests import tiers
 from tests.tiers import CHUNK, Net, adamw, left, loss_of, made, one_step, run, same
 from zeor import Offload
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
 
 
 def check_equal(path: str, stages: tuple[int, ...]) -> int:

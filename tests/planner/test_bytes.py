@@ -1,6 +1,6 @@
 """The planner on its own: it makes no tensor, is exact at any world, and refuses what it does not know.
 
-That its numbers are what the engine really holds is in tests/runtime/test_memory.py.
+That its numbers are what the engine really holds is in tests/step/test_memory.py.
 """
 
 from __future__ import annotations

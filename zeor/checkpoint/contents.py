@@ -22,10 +22,10 @@ from zeor.checkpoint.files.manifest import PARAM, Stored, role_of
 from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
+from zeor.model.discover import named_owners
 from zeor.optim.parts.pieces import Piece
-from zeor.runtime.discover import named_owners
-from zeor.runtime.lane import Lane
-from zeor.runtime.unit import Slot
+from zeor.step.lane import Lane
+from zeor.step.unit import Slot
 
 log = logging.getLogger("zeor")
 

@@ -40,7 +40,7 @@ from zeor.comm.together import together
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.parts.pieces import Key, Piece
-from zeor.runtime.unit import Slot
+from zeor.step.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py
 ALIKE = {"Adam", "AdamW"}  # the same state

@@ -14,7 +14,7 @@ import torch
 
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
-from zeor.memory.host import free_host_nbytes
+from zeor.tiers.host import free_host_nbytes
 
 
 class MemoryRequest(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from zeor.access.sharded import ATTRIBUTE
 from zeor.checkpoint.contents import parameter_names
 from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.weights.live import LiveModel
-from zeor.runtime.engine import Engine
-from zeor.runtime.sharded import ATTRIBUTE
+from zeor.step.engine import Engine
 
 _lineages: weakref.WeakKeyDictionary[Engine, Lineage] = weakref.WeakKeyDictionary()
 

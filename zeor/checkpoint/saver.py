@@ -36,7 +36,7 @@ from zeor.comm.mesh import Mesh
 from zeor.comm.stuck import has_failed
 from zeor.comm.together import raise_first
 from zeor.memory.device import thread_beside
-from zeor.runtime.engine import Engine
+from zeor.step.engine import Engine
 
 SNAPSHOT_SHARE = 0.8  # of the free host memory: what a snapshot may newly take
 LEAST_TIMEOUT = 3600.0  # seconds that ranks wait for the slowest one's disk

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zeor.comm.asking import ANSWER_SECONDS, SilentStore, asker
+from zeor.comm.launch.world import STORE_VARIABLE
 from zeor.comm.mesh import Mesh
-from zeor.comm.world import STORE_VARIABLE
 
 GRACE_SECONDS = 3.0
 

@@ -19,10 +19,10 @@ at it, and torch counts who does:
 Both counts can only be too high for a moment (a thread of a backend, a debugger, a hook that runs): that costs memory
 until the next sweep, at the next free or at the end of a pass. They cannot be too low, because every tensor over a
 storage holds a reference to it. A parameter that Python holds counts for nothing: it is `Away` (param.py) and asks
-before it is read. What autograd saves of a unit is no tensor: see Note [What autograd saves] in runtime/saved.py.
+before it is read. What autograd saves of a unit is no tensor: see Note [What autograd saves] in step/saved.py.
 
 Whoever looks at lent memory sees what he would see in plain PyTorch: it is never written while he could read it (a
-gather into it is waited for at once), and after a step it is filled anew (`Lent` in runtime/lent.py).
+gather into it is waited for at once), and after a step it is filled anew (`Lent` in step/lent.py).
 """
 
 from __future__ import annotations

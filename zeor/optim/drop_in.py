@@ -17,21 +17,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.comm.agree import same_everywhere
+from zeor.comm.launch.world import ensure_process_group
 from zeor.comm.mesh import Mesh, make_mesh
-from zeor.comm.world import ensure_process_group
 from zeor.data.devices import follow
+from zeor.features.build import Builder
+from zeor.features.freezing import Freezing
+from zeor.features.plain_grads import watch
 from zeor.memory.device import idle_accelerator, one_device
 from zeor.memory.roles import STAGES
+from zeor.model.wrapped import refuse_sharded
 from zeor.optim.parts.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Plan
-from zeor.runtime.build import Builder
-from zeor.runtime.engine import Engine
-from zeor.runtime.freezing import Freezing
-from zeor.runtime.keys import lane_key
-from zeor.runtime.plain_grads import watch
-from zeor.runtime.unit import Slot
-from zeor.runtime.wrapped import refuse_sharded
+from zeor.spec.keys import lane_key
+from zeor.step.engine import Engine
+from zeor.step.unit import Slot
 
 log = logging.getLogger("zeor")
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeor.access.sharded import Sharded, state_of
 from zeor.comm import verbs
+from zeor.features.freezing import Freezing
 from zeor.layout import Segment
 from zeor.optim.parts.pieces import Piece
-from zeor.runtime import events
-from zeor.runtime.freezing import Freezing
-from zeor.runtime.lane import Lane
-from zeor.runtime.sharded import Sharded, state_of
-from zeor.runtime.unit import Slot
+from zeor.step import events
+from zeor.step.lane import Lane
+from zeor.step.unit import Slot
 
 Decay = float | Callable[[int], float]
 
@@ -98,7 +98,7 @@ class EMA:
         self.updates += 1
 
     def thawed(self, slots: Sequence[Slot]) -> None:
-        """These parameters begin to train: see runtime/freezing.py."""
+        """These parameters begin to train: see features/freezing.py."""
         self._add(slots)
 
     @torch.no_grad()

@@ -34,8 +34,8 @@ from zeor.optim.parts.pieces import Piece, pieces_of, put_piece, tensors_in
 from zeor.optim.parts.segments import Segments
 from zeor.optim.streaming.moments import COUNTERS
 from zeor.optim.streaming.streaming import Streaming
-from zeor.runtime.lane import Lane
-from zeor.runtime.unit import Slot
+from zeor.step.lane import Lane
+from zeor.step.unit import Slot
 
 _NONE: Any = object()
 

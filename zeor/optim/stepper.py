@@ -22,6 +22,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
+from zeor.features import settings
+from zeor.features.freezing import Freezing
+from zeor.features.nonfinite import NonFinite
+from zeor.features.release import Release
 from zeor.memory.device import trim_host_memory
 from zeor.optim.calls import Calls
 from zeor.optim.guard import driven, watch_steps
@@ -37,13 +41,10 @@ from zeor.optim.parts.segments import Segments
 from zeor.optim.state import KeptState
 from zeor.optim.streaming.auto import Auto
 from zeor.optim.streaming.streaming import Streaming
-from zeor.runtime import events, settings
-from zeor.runtime.engine import Engine
-from zeor.runtime.freezing import Freezing
-from zeor.runtime.lane import Lane
-from zeor.runtime.nonfinite import NonFinite
-from zeor.runtime.release import Release
-from zeor.runtime.unit import Slot, Unit
+from zeor.step import events
+from zeor.step.engine import Engine
+from zeor.step.lane import Lane
+from zeor.step.unit import Slot, Unit
 
 
 class Stepper:
@@ -98,7 +99,7 @@ class Stepper:
         self.owners.add(param for params in found for param in params)
 
     def thawed(self, slots: Sequence[Slot]) -> None:
-        """These parameters begin to train: see runtime/freezing.py. Groups may hold them already, or never."""
+        """These parameters begin to train: see features/freezing.py. Groups may hold them already, or never."""
         found = {id(slot.param) for slot in slots}
         for kind, group in zip(self.kinds, self.optimizer.param_groups):
             params = [param for param in group["params"] if id(param) in found]
@@ -243,7 +244,7 @@ class Stepper:
         self.engine.borrowed.refuse(what)
 
     def _describe_step(self) -> dict[str, Any]:
-        """What a rank that is out of data must know to take the same step: see runtime/join.py."""
+        """What a rank that is out of data must know to take the same step: see features/join.py."""
         found = {name: getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf")}
         return {
             "optimizer": [each is self.optimizer for each in self._peers].index(True),

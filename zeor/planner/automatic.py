@@ -10,9 +10,6 @@ from dataclasses import replace
 import torch
 
 from zeor.memory.device import DeviceMemory
-from zeor.memory.folders import free_disk_nbytes
-from zeor.memory.host import free_host_nbytes
-from zeor.memory.placement import Room, choose, size
 from zeor.optim.streaming.auto import DISK_SHARE, HOST_SHARE, holes_nbytes
 from zeor.optim.streaming.moments import moment_itemsize
 from zeor.optim.streaming.windows import WINDOWS
@@ -26,7 +23,10 @@ from zeor.planner.peaks import (
     gathered_nbytes,
 )
 from zeor.planner.rests import Array, PlannedLane, moved, rounded_nbytes
-from zeor.runtime.places import crowds
+from zeor.spec.places import crowds
+from zeor.tiers.folders import free_disk_nbytes
+from zeor.tiers.host import free_host_nbytes
+from zeor.tiers.placement import Room, choose, size
 
 
 class OverBudget(ValueError):

@@ -2,7 +2,7 @@
 
 torch's caching allocator hands out multiples of 512 bytes. More than 10 MiB come in segments of whole 2 MiB, of which
 the rest is cut off only if it is more than 1 MiB. Pinned host memory that torch allocates comes in powers of two; what
-zeor maps by itself does not (memory/host.py).
+zeor maps by itself does not (tiers/host.py).
 """
 
 from __future__ import annotations

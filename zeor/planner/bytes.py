@@ -16,14 +16,14 @@ from torch import nn
 
 from zeor.memory.param import is_sharded
 from zeor.memory.roles import Column, Residency
+from zeor.model.discover import find_units
 from zeor.optim.streaming.moments import MOMENTS
 from zeor.plan import Plan, Precision, nearest
 from zeor.planner import automatic
 from zeor.planner.peaks import Model, buffers_nbytes, device_peak, host_peak, transient_nbytes
 from zeor.planner.rests import PlannedLane, Setting, fullest_rank, plan_lanes
 from zeor.planner.trace import Trace, Workload, trace
-from zeor.runtime.discover import find_units
-from zeor.runtime.keys import small_numel
+from zeor.spec.keys import small_numel
 
 _OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole")
 _OPTIONS = ("units", "native_reduce", "batch", "inputs", "loss", *_OF_PLAN)

@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from zeor.runtime.activations import BLOCK_NBYTES, HELD_CALLS, LEAST_NBYTES, MOST_NBYTES
-from zeor.runtime.discover import UnitSpec
-from zeor.runtime.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
-from zeor.runtime.stray import inside_backward
+from zeor.features.activations import BLOCK_NBYTES, HELD_CALLS, LEAST_NBYTES, MOST_NBYTES
+from zeor.features.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
+from zeor.model.discover import UnitSpec
+from zeor.step.stray import inside_backward
 
 
 class Again:

@@ -2,7 +2,7 @@
 
 Before anything of the model has changed, and of all ranks together: those of one host may share a disk, and where one
 of them cannot go on the others must not wait for it. An estimate: fractions are kept by whole lanes, and moments come
-to rest at the first step. The arrays themselves take their space when they are made (memory/files.py).
+to rest at the first step. The arrays themselves take their space when they are made (tiers/files.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from zeor.comm.agree import exchange
-from zeor.memory.folders import free_disk_nbytes
-from zeor.memory.master import master_itemsize
 from zeor.memory.roles import Residency
 from zeor.optim.streaming.moments import moment_count, moment_itemsize
 from zeor.plan import Share
-from zeor.runtime.engine import Engine
-from zeor.runtime.keys import lane_key, small_numel
-from zeor.runtime.unit import Slot
+from zeor.spec.keys import lane_key, small_numel
+from zeor.step.engine import Engine
+from zeor.step.unit import Slot
+from zeor.tiers.folders import free_disk_nbytes
+from zeor.tiers.master import master_itemsize
 
 
 def check_disk(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> None:

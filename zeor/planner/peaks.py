@@ -21,15 +21,15 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from zeor.memory.host import PAGE_NBYTES
 from zeor.memory.roles import Residency
+from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.streaming import IN_FLIGHT
 from zeor.planner.blocks import device_nbytes, pinned_nbytes, reused_nbytes
 from zeor.planner.computed_again import shelf_nbytes
 from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
 from zeor.planner.trace import Trace
-from zeor.runtime.discover import UnitSpec
-from zeor.runtime.keys import lane_key
+from zeor.spec.keys import lane_key
+from zeor.tiers.host import PAGE_NBYTES
 
 _MIB = 1 << 20
 # cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.
@@ -234,7 +234,7 @@ def update_nbytes(lanes: Sequence[PlannedLane]) -> int:
             decoded = lane.setting.moments if lane.setting.plan.moments != "exact" else 0
             numel = min(lane.setting.chunk, lane.held(lane.setting.column.update))
             chunked = max(chunked, numel * itemsize * (4 + decoded) if not lane.wide else 0)
-        else:  # see memory/master.py
+        else:  # see tiers/master.py
             fetched = lane.master_itemsize not in (0, itemsize)
             widened = lane.key.reduce_dtype != lane.key.master_dtype
             by_unit[lane.unit] += lane.held(lane.setting.column.update) * itemsize * (fetched + widened)

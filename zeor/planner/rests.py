@@ -14,18 +14,18 @@ import torch
 
 from zeor.layout import LaneLayout, Segment
 from zeor.memory import small
-from zeor.memory.rest import Tiers
 from zeor.memory.roles import STAGES, Column, Residency
+from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.host import AHEAD, batch_numel
 from zeor.optim.streaming.moments import moment_itemsize
 from zeor.optim.streaming.streaming import LARGE_NUMEL
 from zeor.optim.streaming.windows import _ALIGNED, WINDOWS
 from zeor.plan import Plan
 from zeor.planner.blocks import device_nbytes, pinned_nbytes
-from zeor.runtime.discover import UnitSpec
-from zeor.runtime.keys import LaneKey
-from zeor.runtime.lane_spec import LaneSpec, spec_units
-from zeor.runtime.places import Places
+from zeor.spec.keys import LaneKey
+from zeor.spec.lane_spec import LaneSpec, spec_units
+from zeor.spec.places import Places
+from zeor.tiers.rest import Tiers
 
 _EVERY_RANK = 64  # worlds up to this size are counted rank by rank
 
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def adopts(self) -> bool:
-        """Gradients are kept as autograd made them: see Note [Adopted gradients] in runtime/grads.py."""
+        """Gradients are kept as autograd made them: see Note [Adopted gradients] in step/grads.py."""
         return self.world == 1 and not self.column.grad_buffer
 
     def with_chunk(self, numel: int) -> Setting:
@@ -120,7 +120,7 @@ class PlannedLane:
     def arrays(self, rank: int) -> Iterator[Array]:
         key, column, plan = self.key, self.column, self.setting.plan
         yield Array("compute", self.tiers.compute if self.frees else "device", (self.spec.compute_nbytes,))
-        if plan.delay and self.updates:  # see Note [Delayed] in runtime/lane.py
+        if plan.delay and self.updates:  # see Note [Delayed] in step/lane.py
             yield Array("lagging", "device", (self.held(column.update) * key.compute_dtype.itemsize,))
         if self.master_itemsize:
             tier = self.tiers.master if key.trainable else "device"

@@ -16,7 +16,7 @@ from zeor.memory import device as devices
 from zeor.optim.kernels.registry import why_not
 from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.planner.bytes import predict
-from zeor.runtime.engine import Engine
+from zeor.step.engine import Engine
 
 log = logging.getLogger("zeor")
 

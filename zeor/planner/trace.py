@@ -22,12 +22,12 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.planner.as_on_device import AsOnDevice, inner_nbytes
 from zeor.planner.blocks import reused_nbytes
 from zeor.planner.computed_again import Again
-from zeor.runtime.discover import UnitSpec
-from zeor.runtime.keys import lane_key
+from zeor.spec.keys import lane_key
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """`zeor schedule`: prints the actions of one training step, unit by unit, for a GPT and a stage.
 
-The runtime makes the schedule, which is data; one_step() is the one place in tools/ that asks for it.
+step/schedule.py makes the schedule, which is data; one_step() is the one place in tools/ that asks for it.
 The model is built on the meta device: nothing is allocated, and no rank is started.
 """
 
@@ -11,12 +11,12 @@ import argparse
 import torch
 from torch import nn
 
+from zeor.model.discover import find_units
 from zeor.plan import Plan
-from zeor.runtime.discover import find_units
-from zeor.runtime.keys import small_numel
-from zeor.runtime.lane_spec import spec_units
-from zeor.runtime.places import Places
-from zeor.runtime.schedule import Schedule, traits_of
+from zeor.spec.keys import small_numel
+from zeor.spec.lane_spec import spec_units
+from zeor.spec.places import Places
+from zeor.step.schedule import Schedule, traits_of
 from zeor.tools.plan import add_size_arguments, chosen_size, meta_model
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zeor
 from tests import loops
 from tests.checkpoint.weights.test_pretrained import tied
+from zeor.access.sharded import state_of
 from zeor.checkpoint.api import save
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.errors import CheckpointError
@@ -26,7 +27,6 @@ from zeor.checkpoint.weights.export import export
 from zeor.checkpoint.weights.outfiles import OutFiles, Planned, divide, parse_size
 from zeor.checkpoint.weights.pretrained import load_pretrained
 from zeor.memory.formats import cast_into
-from zeor.runtime.sharded import state_of
 
 
 def read(folder: Path) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeor
-from zeor.memory import host
-from zeor.memory.placement import Room, choose
+from zeor.access.sharded import state_of
 from zeor.optim.streaming import auto as automatic
-from zeor.runtime import places
-from zeor.runtime.sharded import state_of
+from zeor.spec import places
+from zeor.tiers import host
+from zeor.tiers.placement import Room, choose
 
 CHUNK = 256
 

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeor.memory.lines import Mark
-from zeor.memory.rest import Rest
 from zeor.optim.streaming.host import (
     AHEAD,
     CUT_NUMEL,
@@ -28,6 +26,8 @@ from zeor.optim.streaming.host import (
     default_threads,
     use_threads,
 )
+from zeor.tiers.lines import Mark
+from zeor.tiers.rest import Rest
 
 CPU = torch.device("cpu")
 

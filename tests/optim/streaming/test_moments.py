@@ -17,9 +17,9 @@ import zeor
 from tests import tiers
 from tests.tiers import CHUNK, left, made, one_step, run
 from zeor import Offload
+from zeor.access.sharded import state_of
 from zeor.memory import small
 from zeor.optim.streaming.moments import UNSIGNED
-from zeor.runtime.sharded import state_of
 
 LR, STEPS = 1e-2, 5
 

@@ -19,7 +19,7 @@ import zeor
 from tests import tiers
 from tests.tiers import CHUNK, adamw, left, made, one_step, run, same
 from zeor import Offload
-from zeor.runtime.sharded import state_of
+from zeor.access.sharded import state_of
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ASGD": ("ASGD", {"lr": 0.1, "t0": 1}),

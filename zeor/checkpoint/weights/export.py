@@ -3,7 +3,7 @@
 1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before. What
    is wrong on one rank all ranks raise.
 2. Rank 0 makes a hidden folder beside or in `out` (outfiles.py).
-3. Values stream through: parameter by parameter from a sharded model (runtime/stream.py), range by range from a
+3. Values stream through: parameter by parameter from a sharded model (access/stream.py), range by range from a
    checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
 4. One rename makes the folder visible; in a folder that holds other things, that of the last file. All ranks hear how
    it ended.
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeor.access.sharded import ATTRIBUTE
+from zeor.access.stream import DEFAULT_NBYTES, iter_slots
 from zeor.checkpoint.files.commit import read_manifest
 from zeor.checkpoint.files.errors import CheckpointError, all_there
 from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Stored
@@ -42,10 +44,8 @@ from zeor.comm.together import everywhere
 from zeor.memory import device as devices
 from zeor.memory.formats import cast_into
 from zeor.memory.param import own_dtype
+from zeor.model.compiled import unwrapped
 from zeor.plan import Plan
-from zeor.runtime.compiled import unwrapped
-from zeor.runtime.sharded import ATTRIBUTE
-from zeor.runtime.stream import DEFAULT_NBYTES, iter_slots
 
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _CAST = tuple(_SHORT.values())  # what dtype= changes: quantised values and integers stay as they are

@@ -5,10 +5,10 @@ Only this module and the public verbs know the engine; every other function is g
 
 from __future__ import annotations
 
-from zeor.runtime import events
-from zeor.runtime.engine import Engine
-from zeor.runtime.lane import Lane
-from zeor.runtime.unit import Unit
+from zeor.step import events
+from zeor.step.engine import Engine
+from zeor.step.lane import Lane
+from zeor.step.unit import Unit
 
 
 class LiveModel:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeor.access.sharded import ATTRIBUTE
 from zeor.checkpoint.files.tensorfile import Reader
 from zeor.checkpoint.weights.conversions import WeightSource, as_model_names, pieces, remember, whole
 from zeor.checkpoint.weights.hf_folder import find_tensors
@@ -30,10 +31,9 @@ from zeor.comm.agree import exchange, same_everywhere
 from zeor.comm.mesh import Mesh
 from zeor.comm.together import raise_first
 from zeor.memory import device as devices
-from zeor.runtime import events
-from zeor.runtime.lane import Lane
-from zeor.runtime.sharded import ATTRIBUTE
-from zeor.runtime.unit import Slot
+from zeor.step import events
+from zeor.step.lane import Lane
+from zeor.step.unit import Slot
 
 Rename = Callable[[str], "str | None"]
 

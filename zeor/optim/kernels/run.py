@@ -16,7 +16,7 @@ from zeor.layout import Segment
 from zeor.optim.kernels.protocol import Kernel
 from zeor.optim.kernels.registry import kernel_for, kernel_of, why_not
 from zeor.optim.parts.segments import Segments
-from zeor.runtime.lane import Lane
+from zeor.step.lane import Lane
 
 
 class LaneRun:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from zeor.comm.mesh import Mesh
 from zeor.layout import Segment
 from zeor.memory.roles import Column, Residency
-from zeor.runtime.unit import Slot, Unit
+from zeor.step.unit import Slot, Unit
 
 
 def updates_are_cut(mesh: Mesh, column: Column) -> bool:

@@ -17,7 +17,7 @@ from zeor.optim.owners.owners import updates_are_cut
 from zeor.optim.parts.probe import Kind, probe_groups
 from zeor.optim.parts.segments import check_cuttable
 from zeor.plan import Plan
-from zeor.runtime.unit import Slot
+from zeor.step.unit import Slot
 
 
 def check_kind(optimizer: Optimizer, slots: Iterable[Slot], mesh: Mesh, column: Column) -> list[Kind]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zeor.layout import Segment
-from zeor.runtime.unit import Slot
+from zeor.step.unit import Slot
 
 Key = tuple[str | int, ...]  # ("exp_avg",), or ("factors", 0) where state is nested
 Read = Callable[[int, int], Tensor]  # elements [begin, end) of a piece

@@ -22,7 +22,7 @@ from zeor.comm.mesh import Mesh
 from zeor.layout import Segment
 from zeor.optim.owners.owners import Owners
 from zeor.optim.owners.state import state_from_owner
-from zeor.runtime.unit import Slot
+from zeor.step.unit import Slot
 
 
 class Segments:

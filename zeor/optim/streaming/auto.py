@@ -2,7 +2,7 @@
 
 Decided at the first update, when one forward (and, but for release=True, one backward) has shown what the model's own
 activations take: what is left of the device's memory, or of `device_budget`, goes to the state of as many lanes as
-fit; memory/placement.py says which. After the second step the peak is compared with what was expected, and lanes are
+fit; tiers/placement.py says which. After the second step the peak is compared with what was expected, and lanes are
 moved once if it is too high; the same after memory ran out. Each rank decides for itself: where state rests changes no
 bit.
 """
@@ -17,15 +17,15 @@ from collections.abc import Callable
 from zeor.comm.agree import exchange
 from zeor.comm.mesh import Mesh
 from zeor.memory.device import DeviceMemory
-from zeor.memory.folders import free_disk_nbytes
-from zeor.memory.host import free_host_nbytes
-from zeor.memory.placement import Room, choose, size
 from zeor.optim.streaming.streaming import Streaming
 from zeor.optim.streaming.windows import WINDOWS
 from zeor.plan import Plan
-from zeor.runtime.lane import Lane
-from zeor.runtime.places import Places
-from zeor.runtime.unit import Unit
+from zeor.spec.places import Places
+from zeor.step.lane import Lane
+from zeor.step.unit import Unit
+from zeor.tiers.folders import free_disk_nbytes
+from zeor.tiers.host import free_host_nbytes
+from zeor.tiers.placement import Room, choose, size
 
 HOST_SHARE = 0.95  # of what is free there: the rest is the system's and the loader's
 DISK_SHARE = 0.98

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from zeor.memory import small
 from zeor.memory.formats import cast_into, join_into, split_into
-from zeor.memory.lines import Line
 from zeor.optim.kernels.run import LaneRun
 from zeor.optim.parts.methods import REPLACED
 from zeor.optim.parts.probe import raw_step
 from zeor.optim.streaming.moments import UNSIGNED, Moments, is_moment
-from zeor.runtime.lane import Lane
+from zeor.step.lane import Lane
+from zeor.tiers.lines import Line
 
 
 class Begun(NamedTuple):

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from zeor.memory.device import thread_beside
 from zeor.memory.formats import cast_and_spoil
-from zeor.memory.lines import Line, Mark
-from zeor.memory.rest import Rest
 from zeor.optim.kernels.run import LaneRun
 from zeor.optim.streaming.chunks import Begun, Chunk, StockSteps
 from zeor.optim.streaming.moments import Moments
 from zeor.optim.streaming.pending_update import Done
-from zeor.runtime.lane import Lane
+from zeor.step.lane import Lane
+from zeor.tiers.lines import Line, Mark
+from zeor.tiers.rest import Rest
 
 AHEAD = 2  # batches whose gradients are on their way down: the link is faster than the step
 MOST_NUMEL = 1 << 24  # elements of a batch

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from zeor.layout import Segment
 from zeor.memory import small
-from zeor.memory.rest import Rest
 from zeor.optim.parts.pieces import Read
-from zeor.runtime.lane import Lane
+from zeor.step.lane import Lane
+from zeor.tiers.rest import Rest
 
 # State that is never negative, in torch.optim and in what follows its names.
 UNSIGNED = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size"})

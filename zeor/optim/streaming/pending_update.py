@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.memory.lines import Mark, current_stream_id
+from zeor.tiers.lines import Mark, current_stream_id
 
 
 class Done(NamedTuple):

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from zeor.layout import Segment
 from zeor.memory.device import thread_beside
-from zeor.memory.lines import Line, Mark, current_mark
 from zeor.optim.kernels.protocol import Kernel
 from zeor.optim.kernels.registry import kernel_for
 from zeor.optim.kernels.run import LaneRun, OnePass, as_kernels_read, lane_scale, runs_of
@@ -33,9 +32,10 @@ from zeor.optim.streaming.moments import Moments
 from zeor.optim.streaming.pending_update import Done, Update
 from zeor.optim.streaming.windows import ChunkPart, WindowRing, Work
 from zeor.plan import Plan
-from zeor.runtime.extension import Extension
-from zeor.runtime.lane import Lane
-from zeor.runtime.unit import Unit
+from zeor.step.extension import Extension
+from zeor.step.lane import Lane
+from zeor.step.unit import Unit
+from zeor.tiers.lines import Line, Mark, current_mark
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
 ChunkStep = Callable[[dict[str, Tensor]], None]

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.memory.lines import Line, Mark, current_mark
-from zeor.memory.rest import Rest
 from zeor.optim.streaming.pending_update import Done
+from zeor.tiers.lines import Line, Mark, current_mark
+from zeor.tiers.rest import Rest
 
 WINDOWS = 3
 _ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache

@@ -1,0 +1,1 @@
+"""WHAT A USER DOES TO A SHARDED MODEL: reads, writes, full parameters, filling."""

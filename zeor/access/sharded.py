@@ -1,0 +1,56 @@
+"""What belongs to one sharded model, and how every public verb finds it: an attribute of the model's own.
+
+The steppers in it are optim's; this file only keeps them together with the engine and the hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeor.model.compiled import unwrapped
+from zeor.step.engine import Engine
+from zeor.step.hooks import Hooks
+
+
+class Sharded:
+    """What belongs to one sharded model: its engine, its hooks, its optimizers."""
+
+    def __init__(self, engine: Engine, hooks: Hooks):
+        self.engine, self.hooks = engine, hooks
+        self.steppers: list[Any] = []
+        self.shown = False  # inside full_params
+        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # see optim/ema.py
+
+    # A model copied or pickled inside full_params is a plain one.
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+# Kept on the model itself, so that model and engine go together when the user lets go of them.
+ATTRIBUTE = "_zeor_sharded"
+
+
+def state_of(model: nn.Module) -> Sharded:
+    state = vars(unwrapped(model)).get(ATTRIBUTE)
+    if state is None:
+        raise ValueError("This model is not sharded; call zeor.shard(model, optimizer) first.")
+    return state
+
+
+def engine_of(model: Any) -> Engine:
+    """Of a sharded model, or of a `zeor.optim` optimizer, which is its own."""
+    if isinstance(model, Optimizer):
+        stepper = getattr(model, "_zeor", None)
+        if stepper is None:
+            raise ValueError(
+                f"{type(model).__name__} is a torch optimizer; give the sharded model, or make it by zeor.optim."
+            )
+        return stepper.engine
+    return state_of(model).engine

@@ -1,0 +1,47 @@
+"""One warning when every rank was fed the same first batch: the most common way to waste all but one rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from zeor.comm.agree import exchange
+from zeor.comm.mesh import Mesh
+from zeor.data import fingerprint
+from zeor.step.extension import Extension
+
+log = logging.getLogger("zeor")
+
+
+class FirstBatch(Extension):
+    """Compares what the ranks see first: inputs where there is a forward hook, gradients where there is none."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self.done = mesh.world == 1 or mesh.fake
+        self._prints: list[int] = []
+
+    def meets(self, train: bool, alone: bool) -> bool:
+        return train and not alone and not self.done
+
+    def begin_forward(self, train: bool, alone: bool) -> None:
+        if train and not alone:
+            self.compare()
+
+    def saw_input(self, value: Any) -> None:
+        """Part of what this rank was fed."""
+        if not self.done:
+            self._prints.append(fingerprint(value))
+
+    def compare(self) -> None:
+        """Once, on every rank."""
+        if self.done:
+            return
+        self.done = True
+        seen = exchange(self._mesh, self._prints, "comparison of the ranks' first batches")
+        if self._mesh.rank == 0 and all(rank == seen[0] for rank in seen):
+            log.warning(
+                "All %d ranks were fed the same first batch: every rank does the same work. Give each its own part "
+                "of the data with zeor.data.shard(loader).",
+                self._mesh.world,
+            )

@@ -1,0 +1,176 @@
+"""What a step does about gradients that hold inf or nan: warn, raise, skip, or nothing.
+
+All ranks come to the same answer, and the first parameter affected is named. Knows gradients and their norms;
+the optimizer asks it once per step, before anything is updated.
+
+Note [What finding out costs]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+1. Where the loop has computed norms (clipping), they are the same on every rank and are looked at: nothing is
+   computed or sent.
+2. Else "raise" and "skip" compute norms: one pass over this rank's slice and one small exchange, and the host
+   waits for the answer.
+3. Else "warn" looks at this rank's own slice only, on a host by its sum (a sum over inf or nan is never finite), and
+   what it finds travels with the exchange that ends the next backward. No message is added, and on an accelerator
+   the host waits for nothing: the answer is picked up when it has arrived. The warning comes one step late.
+A sum or a norm may overflow where no gradient does, so what looks bad is confirmed element by element.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeor.comm.mesh import Mesh
+from zeor.memory.device import Arriving
+from zeor.step.extension import Extension
+from zeor.step.norms import Norms, own_norms
+from zeor.step.unit import Slot
+
+log = logging.getLogger("zeor")
+
+
+class NonFinite(Extension):
+    """One engine's policy."""
+
+    def __init__(self, mesh: Mesh, norms: Norms, slots: Sequence[Slot], how: str):
+        self._mesh, self._norms, self._how = mesh, norms, how
+        self._slots = list(slots)
+        self.travels = mesh.world > 1  # what one rank finds is told to the others at the end of a backward
+        self._step = 0
+        self._times = 0  # steps whose gradients were not finite
+        self._arriving: tuple[int, list[Slot], bool, Arriving] | None = None
+        self._found: tuple[int, Slot] | None = None  # on this rank, to be told
+
+    def forbids(self, slots: Sequence[Slot]) -> bool:
+        """Called at each step with the parameters it updates. True: it must not be taken. RuntimeError, on every rank,
+        where that is what was asked for."""
+        self._step += 1
+        if self._how == "ignore":
+            return False
+        slots = [slot for slot in slots if slot.lane.grads is not None and slot.lane.grads.has[slot.index]]
+        if not slots:
+            return False
+        if self._how == "warn":
+            self._look(slots)
+            return False
+        bad = self._first_bad(slots)
+        if bad is None:
+            return False
+        if self._how == "raise":
+            raise RuntimeError(
+                f"Step {self._step}: the gradient of parameter {bad.name!r} is not finite, so nothing was updated; "
+                "look at the loss and the data of this step, or pass such steps by with nonfinite='skip'."
+            )
+        self._say("Step %d was skipped on every rank: the gradient of parameter %r is not finite", self._step, bad)
+        return True
+
+    def _first_bad(self, slots: list[Slot]) -> Slot | None:
+        """By norms, which are the same on every rank; confirmed by the largest element."""
+        bad = None
+        for ord in dict.fromkeys((self._norms.known_order(slots) or 2.0, math.inf)):
+            bad = _first_nonfinite(torch.stack([self._norms.of_grad(slot, ord) for slot in slots]))
+            if bad is None:
+                return None
+        # Where clipping multiplied everything by nan, the culprit is the one that was bad before.
+        culprit = _first_nonfinite(torch.stack([self._norms.raw(slot, math.inf) for slot in slots]))
+        assert bad is not None
+        return slots[bad if culprit is None else culprit]
+
+    # ---- warn
+
+    def _look(self, slots: list[Slot]) -> None:
+        self._pick_up()
+        ord = self._norms.known_order(slots)
+        if ord is not None:
+            norms, agreed = torch.stack([self._norms.raw(slot, ord) for slot in slots]), True
+        elif self._mesh.device.type == "cpu":
+            bad = _first_bad_here(slots)
+            if bad is not None:
+                self._found = (self._step, bad)
+                self._say_if_alone()
+            return
+        else:
+            norms, agreed = _own_norms(slots), not self.travels
+        self._arriving = (self._step, slots, agreed, Arriving(norms))
+        self._pick_up()
+
+    def _pick_up(self) -> None:
+        """What was found at an earlier step, if the host knows by now."""
+        if self._arriving is None or not self._arriving[3].is_here():
+            return
+        step, slots, agreed, arriving = self._arriving
+        self._arriving = None
+        bad = _first_nonfinite(arriving.value)
+        if bad is None:
+            return
+        if agreed:
+            self._warn(step, slots[bad])
+        elif self._found is None:
+            self._found = (step, slots[bad])
+
+    def _say_if_alone(self) -> None:
+        if not self.travels and self._found is not None:
+            self._warn(*self._found)
+            self._found = None
+
+    @property
+    def told_count(self) -> int:
+        return 2 if self._how == "warn" and self._mesh.world > 1 else 0  # the same for as long as ranks exchange
+
+    def told(self) -> list[int]:
+        """The first parameter this rank found, counted from the end so that the largest is the first, and the step."""
+        if not self.told_count:
+            return []
+        self._pick_up()
+        found, self._found = self._found, None
+        if found is None:
+            return [0, 0]
+        return [len(self._slots) - self._slots.index(found[1]), found[0]]
+
+    def heard(self, largest: Sequence[int]) -> None:
+        if largest and largest[0]:
+            self._warn(largest[1], self._slots[len(self._slots) - largest[0]])
+
+    def _warn(self, step: int, slot: Slot) -> None:
+        self._say(
+            "Step %d: the gradient of parameter %r is not finite and went into the weights; zeor.shard(..., "
+            "nonfinite='skip') or 'raise' keeps such gradients out",
+            step, slot,
+        )  # fmt: skip
+
+    def _say(self, text: str, step: int, slot: Slot) -> None:
+        """On rank 0, or by whoever found it; ever more rarely: the first time, the tenth, the hundredth."""
+        self._times += 1
+        if (self._mesh.rank == 0 or not self.travels) and math.log10(self._times).is_integer():
+            log.warning(f"{text} (%d such step(s) so far).", step, slot.name, self._times)
+
+
+def _first_nonfinite(norms: Tensor) -> int | None:
+    bad = (~torch.isfinite(norms)).nonzero()
+    return int(bad[0]) if len(bad) else None
+
+
+def _own_norms(slots: Sequence[Slot]) -> Tensor:
+    """The largest element of this rank's part of each gradient (of what rests elsewhere the norm of order 2); zero
+    where it holds none."""
+    grads = [(slot.lane.grads, slot.index) for slot in slots if slot.lane.grads is not None]
+    wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in grads) else torch.float32
+    none = torch.zeros((), device=slots[0].lane.mesh.device, dtype=wide)
+    rests = [bool(each.resting) for each, _ in grads]
+    away = iter(own_norms([each for each, rested in zip(grads, rests) if rested], 2.0, none))
+    here = iter(own_norms([each for each, rested in zip(grads, rests) if not rested], math.inf, none))
+    return torch.stack([next(away) if rested else next(here) for rested in rests])
+
+
+def _first_bad_here(slots: Sequence[Slot]) -> Slot | None:
+    """On a host: by sums, since norms of infinite order take ten times as long there."""
+    lanes = dict.fromkeys(slot.lane for slot in slots)
+    suspect = {lane for lane in lanes if not all(math.isfinite(part.sum()) for part in lane.grads.own_parts())}  # type: ignore[union-attr]
+    for slot in slots:
+        if slot.lane in suspect and not torch.isfinite(slot.lane.grads.own(slot.index)).all():  # type: ignore[union-attr]
+            return slot
+    return None

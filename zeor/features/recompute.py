@@ -1,0 +1,197 @@
+"""Units that keep only their inputs for backward, which computes the rest again: `zeor.shard(..., recompute=True)`.
+
+A chosen unit's `forward` is put behind one that runs it under torch's non-re-entrant checkpoint, inside the module's
+call: hooks on the unit run once, and backward has gathered the unit before its recomputation begins (hooks.py opens a
+call by its outputs' gradients). Where the kept inputs rest is activations.py's business.
+
+Note [Which units are computed again]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+1. Every unit with modules inside, save the root and those that contain another such unit. A single Linear or Embedding
+   saves little but its input, which a checkpoint keeps too; and to compute a unit again as a whole, when its parts
+   are computed again one by one, costs time and holds all the parts' inputs at once.
+2. `recompute=[classes or modules]` chooses instead; of two that lie in each other the outer one counts.
+3. A call in evaluation, inside somebody's checkpoint, or inside backward (a re-entrant checkpoint's real forward) runs
+   as it is. What decides is the same when that forward is computed again, as torch demands.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch._dynamo.disable, less the import of the compiler
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from zeor.features.activations import Kept, Packed, Shelf
+from zeor.model.compiled import unwrapped
+from zeor.step.extension import Extension
+from zeor.step.stray import inside_backward
+from zeor.step.unit import Unit
+
+# Attributes of a chosen module: the Recompute it belongs to, and a forward of its own that is not its class's.
+_HELD_BY, _BEHIND = "_zeor_recompute", "_zeor_forward"
+
+
+class Recompute(Extension):
+    """The chosen units of one model."""
+
+    def __init__(self, units: Sequence[Unit], wanted: Any, device: torch.device):
+        self._units, self.modules = units, _chosen(units, wanted)
+        self.shelf = Shelf(device) if asks_offload(wanted) and self.modules else None
+        # torch looks at the arguments to find the device whose random numbers it must repeat.
+        self._marker = torch.empty(0, device=device)
+        self._warned = False
+        # Made once: what is compiled with a module's forward stays valid when it was away for a while.
+        ours = torch._dynamo.disable(_forward, recursive=False)
+        self._ours = [(module, vars(module).get("forward"), MethodType(ours, module)) for module in self.modules]
+        self.resume()
+
+    def resume(self) -> None:
+        """Each chosen module's forward behind ours."""
+        for module, before, ours in self._ours:
+            vars(module).update({_HELD_BY: self, _BEHIND: before, "forward": ours})
+
+    def pause(self) -> None:
+        """The modules as they were."""
+        for module, before, _ in self._ours:
+            for name in (_HELD_BY, _BEHIND, "forward"):
+                vars(module).pop(name, None)
+            if before is not None:
+                vars(module)["forward"] = before
+
+    @_disable_dynamo
+    def run(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self._applies():
+            return forward(*args, **kwargs)
+        if module.training:
+            args, kwargs = _without_caches(args, kwargs)
+        if self.shelf is None:
+            return checkpoint(lambda _, *a: forward(*a, **kwargs), self._marker, *args, use_reentrant=False)
+        kept = Kept(self.shelf, (args, kwargs))
+
+        def again(_: Tensor) -> Any:
+            args, kwargs = kept.inputs()
+            return forward(*args, **kwargs)
+
+        output = checkpoint(again, self._marker, use_reentrant=False)
+        kept.check()
+        return output
+
+    @_disable_dynamo
+    def packed(self) -> Packed | None:
+        """For a call that may turn out to run as a compiled graph; one that does not saves nothing by itself."""
+        if self.shelf is None or not self._applies():
+            return None
+        lanes = [lane for unit in self._units for lane in unit.lanes]
+        return Packed(self.shelf, {lane.full.flat.untyped_storage()._cdata for lane in lanes})
+
+    def _applies(self) -> bool:
+        """Point 3 of Note [Which units are computed again]."""
+        if not torch.is_grad_enabled() or inside_backward():
+            return False
+        if not _inside_checkpoint():
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "The model checkpoints its own activations (transformers' gradient_checkpointing_enable does) and "
+                "zeor.shard was given recompute= as well: what the model does stays, and recompute= does nothing "
+                "inside it; use one of the two.",
+                stacklevel=2,
+            )
+        return False
+
+
+def asks_offload(wanted: Any) -> bool:
+    """Of the plan's `recompute`: whether inputs go to host memory."""
+    return wanted == "offload" or (isinstance(wanted, tuple) and "offload" in wanted)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in the place of a chosen module's forward; never a part of a graph itself."""
+    packed = vars(module)[_HELD_BY].packed()
+    if packed is None:
+        return _again(module, *args, **kwargs)
+    with packed.hooks():
+        output = _again(module, *args, **kwargs)
+    packed.all_sent()
+    return output
+
+
+def _again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """One function for all, so that torch.compile, which reads it, compiles one graph for all blocks of a kind.
+    Inside a graph the compiler does the recomputation itself."""
+    if not torch.compiler.is_compiling():
+        return vars(module)[_HELD_BY].run(functools.partial(_plain, module), module, args, kwargs)
+    if not torch.is_grad_enabled():
+        return _plain(module, *args, **kwargs)
+
+    def run(*args: Any) -> Any:
+        return _plain(module, *args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False)
+
+
+def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = vars(module)[_BEHIND]
+    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def check_wanted(model: nn.Module, wanted: Any) -> None:
+    """ValueError where the plan's `recompute` names what the model does not have."""
+    _named(model, wanted)
+
+
+def _chosen(units: Sequence[Unit], wanted: Any) -> list[nn.Module]:
+    """Points 1 and 2 of Note [Which units are computed again]."""
+    root = units[0].module
+    assert root is not None
+    named = _named(root, wanted)
+    if named or wanted is False:
+        return named
+    modules = [unit.module for unit in units[1:] if unit.module is not None]
+    able = {module for module in modules if next(module.children(), None) is not None}
+    return [m for m in modules if m in able and not any(inner in able for inner in m.modules() if inner is not m)]
+
+
+def _named(root: nn.Module, wanted: Any) -> list[nn.Module]:
+    """The modules that `recompute=[...]` names."""
+    found: dict[nn.Module, None] = {}
+    for each in wanted if isinstance(wanted, tuple) else ():
+        if each == "offload":
+            continue
+        each = unwrapped(each)
+        a_class = isinstance(each, type)
+        members = [m for m in root.modules() if m is not root and (isinstance(m, each) if a_class else m is each)]
+        if not members:
+            what = f"the class {each.__name__}" if a_class else f"a {type(each).__name__}"
+            raise ValueError(f"recompute= names {what}, which is no part of the model.")
+        found.update(dict.fromkeys(members))
+    inner = {child for module in found for child in module.modules() if child is not module}
+    return [module for module in found if module not in inner]
+
+
+def _inside_checkpoint() -> bool:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """transformers hands a cache of keys and values to every block, even in training; computed again, a block would
+    add to it a second time. Its own checkpointing leaves the cache out, and so do we."""
+
+    def is_cache(leaf: Any) -> bool:
+        return type(leaf).__name__.endswith("Cache") and hasattr(leaf, "update")
+
+    if not any(is_cache(leaf) for leaf in tree_leaves((args, kwargs), is_leaf=is_cache)):
+        return args, kwargs
+    args, kwargs = tree_map(lambda leaf: None if is_cache(leaf) else leaf, (args, kwargs), is_leaf=is_cache)
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs

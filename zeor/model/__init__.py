@@ -1,0 +1,1 @@
+"""WHICH MODULES: units of a model, wrappers, and what cannot be sharded."""

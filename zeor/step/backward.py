@@ -1,0 +1,297 @@
+"""Backward, as the engine sees it: units are gathered again, gradients collected, reduced, and units freed.
+
+Its events come from tensor and parameter hooks (hooks.py); its end is a callback of autograd's. What is
+reduced when is the reducer's business (reduces.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zeor.memory.param import take_grad
+from zeor.step import events
+from zeor.step import order as orders
+from zeor.step import schedule as sched
+from zeor.step.events import Announcer
+from zeor.step.extension import Extension, overriding
+from zeor.step.norms import Norms
+from zeor.step.order import Walk
+from zeor.step.passes import Borrowed, Passes, inside_backward
+from zeor.step.reduces import Reducer
+from zeor.step.schedule import Action
+from zeor.step.unit import Slot, Unit
+
+
+class Backward:
+    """`plain`: parameters are the user's own and no module is hooked, so there is no forward to see."""
+
+    def __init__(
+        self, passes: Passes, reducer: Reducer, norms: Norms, announcer: Announcer, borrowed: Borrowed, plain: bool
+    ):
+        self._passes, self._reducer, self._norms, self._announcer = passes, reducer, norms, announcer
+        self._borrowed, self._plain = borrowed, plain
+        self.sync = True  # False inside no_sync
+        self.walk: Walk | None = None
+        self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
+        self._sync = True  # the one that runs reduces
+        self._ranks = passes.mesh.world  # that computed when gradients were last summed
+        self.extend(())
+        self._demanded: list[Unit] = []  # by autograd itself, in this backward: see Note [What autograd saves]
+        self._left: set[int] = set()  # units that this backward has put away
+        self._again: set[int] = set()  # units that some backward needed again after it had put them away
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self._checks = overriding(extensions, "check_backward")
+        self._says, self._begins = overriding(extensions, "says"), overriding(extensions, "begin_backward")
+        self._begun, self._saw = overriding(extensions, "grads_begun"), overriding(extensions, "saw_input")
+        self._factors, self._there = overriding(extensions, "factor"), overriding(extensions, "grads_there")
+        self._ends, self._abandon = overriding(extensions, "end_backward"), overriding(extensions, "abandon")
+
+    @property
+    def running(self) -> bool:
+        return self._end is not None and self._end() is not None
+
+    def enter(self, unit: Unit) -> None:
+        """The gradient of a unit's output arrived, or its forward is computed again inside backward."""
+        self.begin()
+        passes, walk = self._passes, self.walk
+        assert walk is not None
+        if 0 in passes.used and 0 not in walk.entered and not unit.is_root:
+            self.enter(passes.units[0])  # the root's output may be this very unit's: the root comes first
+        if unit.is_root and 0 in walk.entered:
+            return
+        walk.entered.append(unit.index)
+        passes.do(passes.schedule.at(sched.BACKWARD_ENTER, unit.index) or (Action("wait", unit.index),), walk)
+
+    def demand(self, unit: Unit) -> None:
+        """Autograd, or a hook, reads a parameter of a unit that is away: see Note [What autograd saves] in saved.py.
+        The units demanded before are left, as far as nothing else of them is open; one that is needed again after
+        that stays from the next time on."""
+        if not inside_backward():
+            raise RuntimeError(
+                f"A tensor that autograd saved of unit {unit.name!r} was read outside a backward, where ranks do not "
+                "gather parameters; read it inside `with zeor.full_params(model):`, or in a backward."
+            )
+        self.begin()
+        if not unit.present:
+            if unit.index in self._left:
+                self._again.add(unit.index)
+            for other in self._demanded:
+                self._leave(other)
+            self._demanded = [other for other in self._demanded if other.present and other is not unit]
+            self._demanded.append(unit)
+            self.enter(unit)
+        unit.wait()
+
+    def begin(self) -> None:
+        """Once per backward, from its first event. The end is queued here too: see hooks.py."""
+        if self.running:
+            return
+        self._borrowed.refuse("backward() was called")
+        self.recover()
+        for check in self._checks:
+            check()
+        said: dict[str, Any] = {}
+        for says in self._says:
+            said |= says()
+        for begin in self._begins:
+            begin(said)
+        self._announce(said)
+        end = functools.partial(self.end)
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._open(self.sync)
+
+    def _announce(self, said: dict[str, Any]) -> None:
+        announcer, passes = self._announcer, self._passes
+        if announcer.left and passes.forward_walk is not None and passes.gathers.frees:
+            raise RuntimeError(
+                "A backward ran inside the model's forward in zeor.join after another rank had run out of data, and a "
+                "rank that only follows cannot know when; give all ranks equally many batches, or use stage 2."
+            )
+        event = events.BACKWARD if self.sync else events.BACKWARD_KEPT
+        announcer.announce(event, said, self.sync or passes.gathers.frees)
+
+    def _open(self, sync: bool) -> None:
+        """The part of the beginning that a rank which only plays has as well."""
+        passes, announcer = self._passes, self._announcer
+        self._sync = sync
+        self._demanded, self._left = [], set()
+        left, playing = bool(announcer.left), announcer.playing
+        order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.last))
+        keep_skipped = orders.BACKWARD not in passes.orders.learned and not playing
+        self.walk = Walk(passes.gathers, order, keep_skipped, self._reducer.told_count if sync else 0)
+        if left and not playing and (sync or passes.gathers.frees):
+            self.walk.before_ask = functools.partial(announcer.announce, events.AGREEMENT)
+        # A rank that plays does not keep step with those that compute: nothing may be waited for.
+        self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, self._factor())
+        self._norms.forget_all()
+        self._begin_grads()
+        for begun in self._begun:
+            begun()
+
+    def _begin_grads(self) -> None:
+        """What the user still has is added to, the rest is forgotten."""
+        for unit in self._passes.units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.begin([slot.param.grad is not None for slot in unit.slots if slot.lane is lane])
+
+    def _factor(self) -> float:
+        """By what new gradients are multiplied as ranks add them up. What no_sync has summed before is brought in line
+        where other ranks were there then."""
+        for factor in self._factors:
+            wanted = factor()
+            if wanted is not None:
+                return float(wanted)
+        if self._passes.plan.reduction != "mean":
+            return 1.0
+        ranks = self._announcer.active
+        if ranks != self._ranks:
+            for grads in (lane.grads for unit in self._passes.units for lane in unit.lanes):
+                if grads is not None and grads.partial is not None:
+                    grads.partial.mul_(ranks / self._ranks)
+            self._ranks = ranks
+        return 1.0 / ranks
+
+    @torch.no_grad()
+    def play(self, sync: bool, said: dict[str, Any]) -> None:
+        """Every collective of a backward, without computing: see Note [Joining] in join.py."""
+        self.recover()
+        for begin in self._begins:
+            begin(said)
+        self._open(sync)
+        self._pass_by_all()
+        if not (sync or self._passes.gathers.frees):
+            self.end()  # there is nothing to agree on
+
+    def _pass_by_all(self) -> None:
+        """This rank needs nothing more of this round, and has nothing to reduce but zeros."""
+        passes = self._passes
+        assert self.walk is not None
+        if self._sync and orders.BACKWARD in passes.orders.learned:
+            # In the order of those that compute, so that they need not hold many gradients until the end.
+            for unit in range(len(passes.units)) if self._plain else passes.orders[orders.BACKWARD]:
+                self.walk.pass_by(unit)
+                if not passes.units[unit].is_root:
+                    self._reducer.pass_by(unit)
+        self.walk.pass_by_all()
+
+    @torch.no_grad()
+    def play_agreement(self) -> None:
+        """Those that compute come to an exchange of a backward that is being played: at its end, or where one of them
+        needs another round."""
+        assert self.walk is not None
+        told = self.walk.agree(self._reducer.told() if self._sync else ())
+        if told is not None:
+            self._close(told)
+        else:
+            self.walk.pass_by_all()
+
+    @torch.no_grad()
+    def collect(self, slot: Slot) -> None:
+        """Autograd has accumulated a parameter's gradient: take it."""
+        self.begin()
+        grad = take_grad(slot.param)
+        grads = slot.lane.grads
+        if grad is None or grads is None:
+            return
+        if self._plain:
+            for saw in self._saw:
+                saw(grad)
+        grads.collect(slot.index, grad.detach(), self.sync)
+        self._reducer.new.add(slot)
+        unit = slot.unit
+        if grads.complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
+            unit.endless_calls = 0
+            if self.sync:
+                self._ready(unit)
+            self._leave(unit)
+
+    def _ready(self, unit: Unit) -> None:
+        if not unit.is_root:  # the root's gradients may still grow until the end
+            plain, used = self._plain, self._passes.used
+            self._reducer.ready(unit, lambda index: plain or index in used)
+
+    @torch.no_grad()
+    def exit(self, unit: Unit) -> None:
+        """The gradients of a call's inputs are there."""
+        if self.sync and any(lane.grads is not None and any(lane.grads.pending) for lane in unit.lanes):
+            self._ready(unit)
+        self._leave(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        """Free it, unless part of the unit's backward is still to come."""
+        over = unit.open_calls == 0 and unit.endless_calls == 0 and unit not in self._passes.open
+        if over and unit.frees and not unit.is_root and unit.present and unit.index not in self._again:
+            self._left.add(unit.index)
+            self._passes.free(unit)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        assert self.walk is not None
+        self._close(self.walk.finish(self._reducer.told() if self._sync else ()))
+
+    def _close(self, told: list[int]) -> None:
+        """Nobody gathers any more; `told` is the largest of what each rank told."""
+        walk, self.walk = self.walk, None
+        self._end = None
+        assert walk is not None
+        passes, reducer, sync = self._passes, self._reducer, self._sync
+        passes.free_repeated()
+        passes.last = None
+        self._demanded = []
+        for unit in passes.units:
+            unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
+            if unit in passes.open:
+                continue  # this backward ran inside its forward (a force is the gradient of an energy)
+            if unit.frees and unit.present:
+                passes.free(unit)
+        passes.ledger.sweep()
+        if sync:
+            reducer.end(told)
+        else:
+            reducer.end_unreduced()
+        for there in self._there:
+            there()
+        if sync:
+            self._learn(walk)
+            for ended in self._ends:
+                ended()
+        if not self._announcer.playing:  # the ranks that compute announce what the user's hooks do
+            for slot in reducer.had:
+                slot.grad_is_there()
+
+    def _learn(self, walk: Walk) -> None:
+        passes, reduced = self._passes, self._reducer.issued
+        if orders.BACKWARD not in passes.orders.learned and reduced:
+            if passes.units[0].is_root:
+                reduced = [*(unit for unit in reduced if unit != 0), 0]
+            passes.learn({orders.BACKWARD: walk.entered, orders.REDUCE: reduced})
+        else:
+            passes.extend(orders.BACKWARD, walk.extra)
+
+    def recover(self) -> None:
+        """Before anything new: if the last backward raised, forget it. See Note [After an exception]."""
+        if self.walk is None or self.running:
+            return
+        if self._announcer.block is not None and not self._passes.mesh.stuck:
+            # Nobody may wait for this rank: see Note [Joining] in join.py.
+            with torch.no_grad():
+                self._pass_by_all()
+                self.end()
+        self.walk = self._end = None
+        self._passes.put_back()
+        for unit in self._passes.units:
+            unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
+        self._reducer.abandon()
+        self._norms.forget_all()
+        for abandon in self._abandon:
+            abandon()
+        warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)

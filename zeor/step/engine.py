@@ -1,0 +1,305 @@
+"""The engine: carries out the schedule for one sharded model.
+
+It owns the units and what they share (mesh, ledger, norms), and gives each part the few objects it needs. Hooks tell
+its passes (forward.py, backward.py) what the user's loop just did; they look the event up in the schedule and do the
+actions. Features hang on it as extensions (extension.py). Optimizers are told apart in optim/; hooks live in hooks.py.
+
+Note [Streams]
+~~~~~~~~~~~~~~
+Collectives are issued from the compute stream with async_op: the backend's own stream first waits for
+what the compute stream has queued (writer of the slice -> gather, writer of the gradient -> reduce), and
+`Move.wait()` makes the compute stream wait for it (gather -> forward, reduce -> sum). Buffers are
+allocated and freed on the compute stream, after such a wait, so a freed buffer has no reader left.
+
+Note [After an exception]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A forward or backward that raised (out of memory, say, and the user goes on with the next batch) leaves units
+in their modules and a walk half done. It must have raised on every rank at the same place: then every rank
+has issued the same collectives and all that is left is to put things back. A failed forward is seen by a
+hook that always runs; a failed backward by the death of its end callback, which autograd drops unrun. The
+gradients of a failed backward are gone, and those it would have been added to.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeor.comm.mesh import Mesh
+from zeor.memory.buffers import Ledger
+from zeor.memory.param import classes_of, take_grad
+from zeor.memory.roles import STAGES
+from zeor.plan import Plan
+from zeor.spec.keys import LaneKey, lane_key, small_numel
+from zeor.spec.lane_spec import lane_spec
+from zeor.spec.places import Places
+from zeor.step import events
+from zeor.step import order as orders
+from zeor.step.backward import Backward
+from zeor.step.events import Announcer
+from zeor.step.extension import Extension, overriding
+from zeor.step.forward import Forward
+from zeor.step.handed_out import HandedOut
+from zeor.step.lane import Lane
+from zeor.step.lent import Lent
+from zeor.step.norms import Norms
+from zeor.step.passes import Borrowed, Passes
+from zeor.step.reduces import Reducer
+from zeor.step.schedule import Action, Schedule
+from zeor.step.stray import StrayReads
+from zeor.step.unfilled import Unfilled
+from zeor.step.unit import Slot, Unit, gather_values
+
+Feature = TypeVar("Feature", bound=Extension)
+_OWN = 3  # extensions that the core itself adds
+
+
+class Engine:
+    def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
+        self.plan, self.mesh = plan, mesh
+        self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
+        self.column = STAGES[plan.stage]
+        self.ledger = Ledger()
+        self.places = Places(plan, mesh.device)
+        self.announcer = Announcer(mesh, _number(mesh))
+        self.handed_out = HandedOut()
+        self.norms = Norms(mesh, self.announcer, self.handed_out)
+        self.unfilled = Unfilled()  # what was on the meta device and has no values yet
+        self.borrowed = Borrowed()
+        self.units: list[Unit] = []
+        self.slots: list[Slot] = []
+        self.optimizers: list[Optimizer] = []
+        self.extensions: list[Extension] = []
+        self.trace: list[Action] | None = None
+
+    # ---- building
+
+    def add_unit(self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable) -> Unit:
+        """Pack parameters into lanes by key, and lay the user's objects over them."""
+        unit = Unit(len(self.units), name, module, slots)
+        unit.is_root = unit.index == 0 and not self.plain
+        by_key: dict[LaneKey, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            by_key[key(slot)].append(slot)
+        for lane_key_, members in by_key.items():
+            unit.lanes.append(self._make_lane(unit, lane_key_, members, [slot.param for slot in members]))
+        unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
+        self.units.append(unit)
+        self.slots.extend(slots)
+        return unit
+
+    def _make_lane(self, unit: Unit, key: LaneKey, slots: Sequence[Slot], values: Sequence[Tensor]) -> Lane:
+        """A lane of these parameters with rank 0's values, and the user's objects over it."""
+        name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
+        rest = self.places.of_lane(name, key, values)
+        spec = lane_spec(key, [value.shape for value in values], self.plan, self.mesh.world, rest)
+        lane = Lane(spec, values, self.mesh, self.ledger, rest)
+        for index, slot in enumerate(slots):
+            slot.settle(unit, lane, index)
+        lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
+        self._lay(lane, slots)
+        return lane
+
+    def _lay(self, lane: Lane, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            take_grad(slot.param)
+            if not self.plain:
+                slot.bind()
+        members, without = list(slots), self.unfilled.slots
+        blank = (lambda index: members[index] in without) if any(slot in without for slot in slots) else None
+        params = [slot.param for slot in slots]
+        lane.adopt(params, [] if self.plain else [classes_of(slot.kind) for slot in slots], blank)
+
+    def ready(self) -> None:
+        """All units are there: plan the step."""
+        self.norms.watch(self.slots)
+        self.reducer = Reducer(self.mesh, self.units, self.plan.overlap, self.record)
+        self.passes = Passes(
+            self.plan, self.mesh, self.units, self.ledger, self.record, self.reducer.under_way
+        )  # fmt: skip
+        self.backward = Backward(
+            self.passes, self.reducer, self.norms, self.announcer, self.borrowed, self.plain
+        )  # fmt: skip
+        self.forward = Forward(self.passes, self.announcer, self.backward.recover)
+        self.stray = StrayReads(self.passes, self.backward)
+        self.lent = Lent(self.units)
+        self.ledger.reset_peak()
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """These features, in this order, and no others, after what the core adds itself."""
+        self.extensions = [self.unfilled, self.handed_out, self.lent, *extensions]  # the first: see _OWN
+        for part in (self.forward, self.backward, self.reducer):
+            part.extend(self.extensions)
+        self._heeds, self._step_ends = overriding(self.extensions, "heed"), overriding(self.extensions, "end_step")
+        self._features = {type(each): each for each in self.extensions}
+
+    def add_extension(self, extension: Extension) -> None:
+        self.extend([*self.extensions[_OWN:], extension])
+
+    def remove_extension(self, extension: Extension) -> None:
+        self.extend([each for each in self.extensions[_OWN:] if each is not extension])
+
+    def feature(self, kind: type[Feature]) -> Feature:
+        """The extension of this class; KeyError where the engine has none."""
+        return self._features[kind]  # type: ignore[return-value]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.passes.schedule
+
+    # ---- what all ranks do together
+
+    def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
+        self.announcer.announce(event, detail, meets)
+
+    def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
+        return self.announcer.announced(event, detail)
+
+    def record(self, verb: str, unit: int) -> None:
+        if self.trace is not None:
+            self.trace.append(Action(verb, unit))
+
+    # ---- gradients
+
+    def heed(self) -> None:
+        """Gradients are about to be used: what the user did to them past zeor is looked at."""
+        for heed in self._heeds:
+            heed()
+
+    def drop_grads(self) -> None:
+        """Every gradient was set to None."""
+        for slot in self.slots:
+            if slot.lane.grads is not None:
+                slot.lane.grads.drop(slot.index)
+                self.announcer.edited(slot.held, events.DROP)
+        self.norms.forget_all()
+
+    # ---- step
+
+    def step_order(self) -> list[Unit]:
+        """Units in the order they are updated: that of the next forward, then what it did not enter."""
+        first = [0, *self.passes.orders[orders.TRAIN]]
+        return [self.units[i] for i in dict.fromkeys([*first, *range(len(self.units))])]
+
+    def publish(self, unit: Unit) -> None:
+        """A unit's master was updated: its compute follows, here at once, elsewhere by a gather."""
+        self.record("update", unit.index)
+        trained = [(number, lane) for number, lane in enumerate(unit.lanes) if lane.grads is not None]
+        if unit.publishes:
+            self.record("publish", unit.index)
+        for number, lane in trained:
+            lane.changed()  # a graph made before this step is stale
+            if lane.spec.publishes:
+                lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
+                if not self.plan.overlap:
+                    lane.wait()
+            lane.leave_under_way()
+
+    def begin_step(self) -> None:
+        """Before anything is updated: the user's writes to gradients and parameters are known to both, and who looks at
+        parameters is known."""
+        self.handed_out.heed()
+        for unit in self.units:
+            for lane in unit.lanes:
+                lane.keep_writes()
+                if self.mesh.world > 1 or self.plan.streams:
+                    lane.look()
+
+    def end_step(self) -> None:
+        for end in self._step_ends:
+            end()
+        self.places.store.leaving.let_go()
+        self.passes.end_step()
+        if not self.backward.running and self.forward.walk is None:
+            for unit in self.units:
+                if unit.frees:
+                    unit.free()
+            self.lent.refill()
+        self.ledger.sweep()
+
+    def forget_gathered(self) -> None:
+        """Slices were changed beside a step: what is gathered of them is stale."""
+        for unit in self.units:
+            if unit.frees:
+                unit.free()
+        self.passes.forget_gathered()
+        self.lent.refill()
+
+    def drain(self) -> None:
+        """Wait for everything under way."""
+        for unit in self.units:
+            unit.wait()
+            for lane in unit.lanes:
+                if lane.master is not None:
+                    lane.master.settle()
+
+    # ---- parameters that begin to train
+
+    def thaw(self, slots: Sequence[Slot]) -> None:
+        """Unfrozen parameters move to trainable lanes: see Note [Freezing and unfreezing] in freezing.py."""
+        units = list(dict.fromkeys(slot.unit for slot in slots))
+        for unit in units:
+            for lane in list(dict.fromkeys(slot.lane for slot in slots if slot.unit is unit)):
+                self._divide(unit, lane)
+            if unit.frees:
+                unit.free()
+        if self.passes.last in [unit.index for unit in units]:
+            self.passes.last = None
+        self.norms.watch(self.slots)
+        self.passes.orders.insert(orders.REDUCE, [unit.index for unit in units])
+        self.passes.plan_step()
+
+    @torch.no_grad()
+    def _divide(self, unit: Unit, lane: Lane) -> None:
+        """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
+        members = unit.members(lane)
+        values, small = gather_values(lane, members), small_numel(self.plan, self.mesh.world)
+        lane.retire()
+        by_key: dict[LaneKey, list[Slot]] = {}
+        for slot in members:
+            like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
+            key = lane_key(like, slot.owners, self.plan.precision, small) if slot.trains else lane.key
+            by_key.setdefault(key, []).append(slot)
+        made = [
+            self._make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()
+        ]  # fmt: skip
+        place = unit.lanes.index(lane)
+        unit.lanes[place : place + 1] = made
+
+    # ---- bytes
+
+    def nbytes(self) -> dict[str, int]:
+        """Resident bytes on this rank by role, as allocated now (moments: see optim/)."""
+        total: dict[str, int] = defaultdict(int)
+        for unit in self.units:
+            for lane in unit.lanes:
+                for role, nbytes in lane.nbytes().items():
+                    total[role] += nbytes
+        return dict(total)
+
+
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # engines over the ranks of a group
+
+
+def _number(mesh: Mesh) -> int:
+    """The same on every rank for the same model: ranks make their engines over a mesh in one order."""
+    if mesh.control is None:
+        return 0
+    _made[mesh.control] = _made.get(mesh.control, 0) + 1
+    return _made[mesh.control]
+
+
+def _ask(engine: weakref.ref[Engine], unit: weakref.ref[Unit]) -> None:
+    """Autograd needs a unit; weak, as graphs are not seen by Python's collector."""
+    owner, wanted = engine(), unit()
+    if owner is None or wanted is None:
+        raise RuntimeError("The graph of a sharded model outlived the model, and its parameters are gone.")
+    owner.backward.demand(wanted)

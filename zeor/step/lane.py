@@ -1,0 +1,491 @@
+"""The lane: the parameters of one unit that share dtypes and trainability, in one flat buffer.
+
+    full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
+    params  the user's parameters, laid over `full`         Whole while it is here, Away else (memory/param.py)
+    mine    compute dtype, this rank's slice                a part of `full`; where that is freed, memory of its own
+                                                            on whatever tier it rests
+    master  what the optimizer updates (fp32 or wider)      see tiers/master.py; frozen: only where compute rounds
+    grads   see grads.py; only where the lane is trainable
+
+Packs the user's parameters at construction. Knows the mesh to start gathers with; decides nothing about when.
+
+Note [Shown and hidden]
+~~~~~~~~~~~~~~~~~~~~~~~
+A parameter is Whole only while its bytes are here and nobody writes them. So a lane hides its parameters when it is
+freed, and when an update or a publish of its slices is left under way beside the computation; `wait()` shows them
+again. Whoever reads a hidden parameter comes to `wait()`, by way of a gather where the bytes are on other ranks. Other
+tensors over the lane cannot be hidden: where somebody has one (Note [Lent] in memory/buffers.py), nothing is left under
+way.
+
+Note [Written by the user]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+In-place operations on a parameter are torch's own and change compute, on every rank alike. Whether there were any
+is told by the parameter's version counter, which only the engine moves otherwise. The master follows:
+- compute is the master's own memory: nothing to do;
+- compute is freed: the elements of this rank's slice that differ from what was gathered are carried over before the
+  bytes go, into slice and master;
+- a wide master: elements whose cast is no longer what compute holds take compute's value;
+- a split master: compute is its upper half, and every remainder fits every compute (Note [the split master] in
+  memory/formats.py), so the master is within half a unit of compute's last place of what was written.
+Assignments of whole values (`copy_`, `fill_`, `data = ...`, a load) go to the master as they are, by `store`.
+
+Note [Delayed]
+~~~~~~~~~~~~~~
+With delay=1 an update runs while the next step computes, so it must not write what that step reads: the master
+then has a compute of its own beside the lane's. `catch_up()` copies it over, at the step after the next.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeor.comm import verbs
+from zeor.comm.mesh import Mesh
+from zeor.layout import Segment
+from zeor.memory import param as parameters
+from zeor.memory.buffers import FullBuffer, Ledger, lasting
+from zeor.memory.formats import cast_into
+from zeor.memory.roles import Residency
+from zeor.spec.lane_spec import LaneSpec
+from zeor.step.grads import GradLane
+from zeor.tiers.lines import current_mark
+from zeor.tiers.master import Master
+from zeor.tiers.rest import LaneRest, Rest
+
+
+class Lane:
+    def __init__(self, spec: LaneSpec, values: Sequence[Tensor], mesh: Mesh, ledger: Ledger, rest: LaneRest):
+        self.spec, self.key, self.column, self.layout = spec, spec.key, spec.column, spec.layout
+        self.mesh, self.rest = mesh, rest
+        self.frees, self.updates_whole = spec.frees, spec.updates_whole
+        key = spec.key
+        self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
+        self.grads = GradLane(spec, mesh, ledger, rest) if key.trainable else None
+        self.master: Master | None = None
+        self._lags: Master | None = None  # the master, where compute is one update behind it
+        self.behind = False  # an update was begun that forward does not see yet
+        self._move: verbs.Move | Brought | None = None
+        self._sent = verbs.Parts.of(mesh, self.full.flat)
+        self._pack(values, ledger)
+        self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
+        self.params: list[nn.Parameter] = []
+        self._classes: list[tuple[type, type]] = []  # (Whole, Away) of each
+        self._versions: list[int] = []  # as the engine left them
+        self.shown = True
+        self.looked_at = False  # somebody has a tensor over it, as the step under way found it
+
+    # ---- parameters
+
+    def adopt(
+        self,
+        params: Sequence[nn.Parameter],
+        classes: Sequence[tuple[type, type]],
+        blank: Callable[[int], bool] | None = None,
+    ) -> None:
+        """The user's parameters lie over this lane from now on, with its values. `classes` is empty for parameters
+        that stay plain; `blank` tells of those that have no values yet."""
+        self._blank = blank
+        for param, part in zip(params, self.parts):
+            parameters.lay(param, part)
+        self.params, self._classes = list(params), list(classes)
+        self.note_versions()
+        self.full.watch(self.params, self.layout.offsets)
+        self._dress(True)
+
+    def _dress(self, here: bool) -> None:
+        self.shown = here
+        self.dress()
+
+    def dress(self) -> None:
+        """Each parameter in the class that says where its bytes are."""
+        for param, (whole, away) in zip(self.params, self._classes):
+            param.__class__ = whole if self.shown else away
+        if self._blank is not None and self.shown:
+            for index, (_, away) in enumerate(self._classes):
+                if self._blank(index):
+                    self.params[index].__class__ = away
+
+    def show(self) -> None:
+        if not self.shown:
+            self._dress(True)
+
+    def hide(self) -> None:
+        """See Note [Shown and hidden]."""
+        if self.shown:
+            self._dress(False)
+
+    def note_versions(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [param._version for param in self.params]
+
+    def changed(self, params: Sequence[int] | None = None) -> None:
+        """The engine gave these parameters (or all) new values: a graph from before is stale."""
+        chosen = self.params if params is None else [self.params[index] for index in params]
+        torch.autograd.graph.increment_version(chosen)
+        self.note_versions()
+
+    def keep_writes(self) -> None:
+        """What the user wrote into parameters goes to slice and master: see Note [Written by the user]."""
+        if self.shown:
+            written = [i for i, (param, seen) in enumerate(zip(self.params, self._versions)) if param._version != seen]
+            if written:
+                self._take_over(written)
+
+    @torch.no_grad()
+    def _take_over(self, written: Sequence[int]) -> None:
+        self.note_versions()
+        if self.frees:
+            self._carry(written, self.mine)
+        elif self.master is not None and self.master.format == "wide":
+            cast = torch.empty_like(self.master.compute.tensor, device=self.mesh.device)
+            cast_into(cast, self.master.values if not self.master.away else self._fetched())
+            self._carry(written, cast)
+
+    def _fetched(self) -> Tensor:
+        assert self.master is not None
+        values = torch.empty(self.master.numel, dtype=self.master.dtype, device=self.mesh.device)
+        self.master.read(0, values)
+        return values
+
+    def _carry(self, written: Sequence[int], before: Tensor) -> None:
+        """Elements of these parameters that are not what they were, in what this rank updates."""
+        for segment in self.segments:
+            if segment.param in written:
+                at = slice(segment.offset, segment.offset + segment.numel)
+                flat = self.part(self.full.flat, segment.param)
+                now = flat[segment.start : segment.start + segment.numel]
+                old = before[at].to(now.device)
+                differ = now.ne(old) & ~(now.isnan() & old.isnan())
+                if bool(differ.any()):
+                    exact = now.to(self.key.master_dtype or now.dtype)
+                    if self.master is not None:
+                        kept = torch.empty_like(exact)
+                        self.master.read(segment.offset, kept)
+                        exact = torch.where(differ, exact, kept)
+                    self._keep(segment.offset, exact)
+
+    # ---- packing
+
+    @torch.no_grad()
+    def _pack(self, params: Sequence[Tensor], ledger: Ledger) -> None:
+        """Rank 0's values into the buffers of every rank, by way of the master where there is one. What is on the
+        meta device has no values yet: zeros stand for them, and a lane of such parameters alone moves nothing."""
+        if params and all(param.is_meta for param in params):
+            return self._pack_nothing(ledger)
+        flat = self.full.flat
+        if self.key.master_dtype not in (None, self.key.compute_dtype):
+            flat = torch.empty_like(flat, dtype=self.key.master_dtype)
+        self.fill(flat, params)
+        sent = self._sent.whole if flat is self.full.flat else flat
+        verbs.broadcast(self.mesh, sent, "broadcast of rank 0's parameters")
+        if flat is not self.full.flat:
+            cast_into(self.full.flat, flat)
+        self._settle(flat, ledger)
+
+    def _pack_nothing(self, ledger: Ledger) -> None:
+        """Zeros at rest. `full` is allocated but never written, so on a host it costs no page."""
+        self._settle(None, ledger)
+
+    def _settle(self, flat: Tensor | None, ledger: Ledger) -> None:
+        """Slices and the master where they rest, of the whole lane's values (None: zeros) in the master's dtype."""
+        if self.frees:
+            self._mine = self.rest.make("compute", self.layout.slice_numel, self.key.compute_dtype, "compute")
+            if flat is not None:
+                self._mine.tensor.copy_(self.slice_of(self.full.flat))
+        else:
+            self._mine = Rest(self.slice_of(self.full.flat))
+        if self.key.master_dtype is None:
+            return
+        updated = Rest(self.full.flat) if self.updates_whole else self._mine
+        if flat is None and self.key.master_dtype != self.key.compute_dtype:
+            values = lasting(updated.tensor.numel(), self.key.master_dtype, self.mesh.device)
+        elif flat is None or flat is self.full.flat:
+            values = updated.tensor.to(self.mesh.device)
+        elif self.updates_whole or self.mesh.world == 1:
+            values = flat
+        else:
+            values = self.slice_of(flat).clone()
+        delayed = self.rest.delayed and self.key.trainable
+        if delayed:  # see Note [Delayed]
+            updated = Rest(torch.empty_like(updated.tensor, device=self.mesh.device))
+            if values.dtype == updated.dtype:
+                values = updated.tensor.copy_(values)
+        away = self.key.trainable and self.rest.tiers.master != "device"
+        home = functools.partial(self.rest.make, "master") if away else None
+        self.master = Master(values, updated, ledger, home, self.rest.wide and self.key.trainable)
+        self._lags = self.master if delayed else None
+
+    @property
+    def lags(self) -> bool:
+        """Compute is one update behind the master."""
+        return self._lags is not None
+
+    @property
+    def mine(self) -> Tensor:
+        """This rank's slice of compute; on the host where it rests there or on disk."""
+        return self._mine.tensor
+
+    def read_mine(self, begin: int, end: int) -> Tensor:
+        """A range of `mine` to look at, of a file past its map."""
+        return self._mine.read(begin, end)
+
+    @torch.no_grad()
+    def catch_up(self) -> bool:
+        """Forward reads what the last update left: see Note [Delayed]. Whether that is new to it."""
+        if self._lags is None:
+            return False
+        self._arrive()  # a gather of the slice -> new values in it
+        self._lags.hold()  # the update -> this copy
+        into = self.full.flat if self.updates_whole else self.mine
+        into.copy_(self._lags.compute.tensor)
+        behind, self.behind = self.behind, False
+        return behind
+
+    def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
+        """Parameters side by side; gaps, and parameters without values, are zero."""
+        for begin, end in self.layout.gaps():
+            flat[begin:end].zero_()
+        for param, value in enumerate(params):
+            if value.is_meta:
+                self.part(flat, param).zero_()
+            else:
+                self.part(flat, param).view(value.shape).copy_(value)
+
+    def part(self, flat: Tensor, param: int) -> Tensor:
+        begin = self.layout.offsets[param]
+        return flat[begin : begin + self.layout.numels[param]]
+
+    def slice_of(self, flat: Tensor) -> Tensor:
+        begin = self.mesh.rank * self.layout.slice_numel
+        return flat[begin : begin + self.layout.slice_numel]
+
+    @torch.no_grad()
+    def store(self, param: int, value: Tensor) -> None:
+        """This rank's part of one parameter's full value, into master and compute."""
+        self.settle()
+        self.keep_writes()
+        flat = value.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
+        if self.full.inflated:
+            cast_into(self.part(self.full.flat, param), flat)
+        for segment in self.segments:
+            if segment.param == param:
+                self._keep(segment.offset, flat[segment.start : segment.start + segment.numel])
+        self.catch_up()
+        if self.params:
+            self.changed([param])
+
+    @torch.no_grad()
+    def store_part(self, offset: int, values: Tensor) -> None:
+        """Values of a part of what this rank updates (`offset` as in its segments), into master and compute. Other
+        ranks see them where compute rests FULL once the lane is gathered."""
+        self.settle()
+        self.keep_writes()
+        flat = values.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
+        self._keep(offset, flat)
+        self.catch_up()
+        if self.params:
+            end = offset + flat.numel()
+            self.changed([s.param for s in self.segments if offset < s.offset + s.numel and s.offset < end])
+
+    def _keep(self, offset: int, values: Tensor) -> None:
+        if self.master is not None:
+            self.master.store(offset, values)
+        else:
+            updated = self.full.flat if self.updates_whole else self.mine
+            updated[offset : offset + values.numel()].copy_(values)
+
+    # ---- gather and free
+
+    def start_gather(self, label: str) -> None:
+        """SLICE -> FULL; where compute rests FULL this is the publishing of updated slices."""
+        lent = self.full.lent if self.frees else self.looked_at
+        if self.master is not None and self._lags is None:
+            self.master.hold()  # update of the slice -> this gather
+        if self.frees:
+            self._check_unwritten()
+            self.full.inflate()
+            self.full.ready = False
+        self.hide()
+        if self._mine.away:
+            self._move = Brought(self, label)
+        else:
+            self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label, self._sent)
+        if lent:
+            self._arrive()  # somebody may read it at any time: the gather -> the reader
+
+    def wait(self) -> None:
+        """Its parameters may be read, if its bytes are here or on their way."""
+        self.settle()
+        if self.full.inflated:
+            self.show()
+
+    def settle(self) -> None:
+        """Nothing is under way, as far as the computation sees."""
+        if self.master is not None and self._lags is None:
+            self.master.hold()  # update of compute -> whoever reads it
+        self._arrive()
+
+    def look(self) -> None:
+        """A step begins: while it runs, its own tensors would be counted too."""
+        if not self.frees:
+            self.looked_at = self.full.lent
+
+    @property
+    def under_way(self) -> bool:
+        """Compute is being written beside the computation."""
+        pending = self.master is not None and self.master.pending is not None and self._lags is None
+        return self._move is not None or (pending and not self.frees)
+
+    def leave_under_way(self) -> None:
+        """An update or a publish was begun: its parameters are hidden until somebody waits for it."""
+        if not self.under_way:
+            return
+        if self.looked_at or not self._classes:
+            self.wait()
+        else:
+            self.hide()
+
+    def _arrive(self) -> None:
+        """Nothing is being gathered."""
+        if self._move is not None:
+            self._move.wait()
+            self._move = None
+            self.full.ready = self.full.inflated
+
+    def free(self) -> None:
+        if self.frees:
+            self._arrive()  # an update of the slice, which is other memory, may go on
+            if self.full.inflated:
+                self.keep_writes()
+            self.hide()
+            self.full.free()
+        else:
+            self.wait()
+
+    def _check_unwritten(self) -> None:
+        """What somebody wrote into memory that was lent while its parameters were away would be lost here."""
+        if self.full.inflated or not self._versions:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = any(param._version != seen for param, seen in zip(self.params, self._versions))
+        if changed:
+            self.note_versions()
+            raise RuntimeError(
+                "A tensor over sharded parameters, kept from an earlier forward, was written to while its unit was "
+                "away, and the change would be lost; write inside `with zeor.full_params(model, write=True):`."
+            )
+
+    def retire(self) -> None:
+        """Its parameters live in other lanes from now on. `full` is gathered and left to whoever still reads it: the
+        graph of an earlier forward, or nobody."""
+        if self.frees:
+            self.start_gather("gather of parameters that move to another lane")
+            self.wait()
+            self.full.let_go()
+
+    # ---- update
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What this rank's optimizer works on."""
+        return self.layout.whole() if self.updates_whole else self.layout.segments(self.mesh.rank)
+
+    def master_part(self, segment: Segment) -> Tensor:
+        """One segment of the master; with the parameter's own shape where it is the whole parameter."""
+        assert self.master is not None
+        whole = segment.numel == self.layout.numels[segment.param]
+        return self.master.part(segment.offset, self.layout.shapes[segment.param] if whole else (segment.numel,))
+
+    @torch.no_grad()
+    def read_master(self, segment: Segment, into: Tensor) -> None:
+        """One segment of the master, flat, into memory of the caller's; nothing else is fetched."""
+        assert self.master is not None
+        self.master.read(segment.offset, into)
+
+    @torch.no_grad()
+    def gather_master(self) -> Tensor:
+        """The exact values of the whole lane, in memory of their own; a collective where they rest as slices."""
+        self.settle()
+        self.keep_writes()
+        if self.master is None:
+            own, whole = self.mine.to(self.mesh.device), None if self.frees else self.full.flat
+        else:
+            self.master.fetch()
+            own = self.master.values
+            whole = own if self.updates_whole or self.mesh.world == 1 else None
+        if whole is None:
+            flat = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
+            verbs.gather(self.mesh, flat, own, "gather of full parameters").wait()
+        else:
+            flat = whole.clone()
+        if self.master is not None:
+            self.master.spill()
+        return flat
+
+    # ---- gradients
+
+    def gather_grads(self) -> list[Any]:
+        """Every gradient of the lane, full and flat; a collective where they rest as slices."""
+        grads = self.grads
+        assert grads is not None and grads.reduced
+        grads.apply_scales()
+        if grads.adopts:
+            return [grads.parts.get(param) for param in range(len(self.layout.shapes))]
+        total = grads.sum
+        assert total is not None
+        if self.column.grad is not Residency.FULL and self.mesh.world > 1:
+            full = torch.empty(self.layout.numel, dtype=total.dtype, device=total.device)
+            total = verbs.gather(self.mesh, full, total.contiguous(), "gather of gradients").wait()
+        return [self.part(total, param) for param in range(len(self.layout.shapes))]
+
+    # ---- bytes
+
+    def nbytes(self) -> dict[str, int]:
+        """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""
+        return {
+            "compute": self.mine.nbytes if self._mine.away else self.mine.untyped_storage().nbytes(),
+            "master": self.master.nbytes() if self.master else 0,
+            "grad": self.grads.nbytes() if self.grads else 0,
+        }
+
+
+class Brought:
+    """A slice that rests elsewhere, on its way into the full buffer, and gathered there. As a verbs.Move."""
+
+    def __init__(self, lane: Lane, label: str):
+        self._lane, self._label = lane, label
+        self._line = lane.rest.store.fetches
+        self._read, self._source = None, lane.mine
+        file = lane._mine.file
+        if file is not None:
+            self._source = torch.empty_like(lane.mine, pin_memory=lane.mesh.device.type != "cpu")
+            self._read = file.read_async(0, self._source.numel(), self._source)
+        current_mark(lane.mesh.device).hold(self._line)  # earlier use of the buffer's memory -> this copy
+        if self._read is None or lane.mesh.world > 1:  # gathers must start in the order they are asked for
+            self._finish_read()
+            self._copy()
+
+    def _finish_read(self) -> None:
+        if self._read is not None:
+            self._read.result()
+            self._read = None
+
+    def _copy(self) -> None:
+        lane = self._lane
+        with self._line():
+            own = lane.slice_of(lane.full.flat)
+            own.copy_(self._source, non_blocking=True)
+            self._gather = verbs.gather(lane.mesh, lane.full.flat, own, self._label, lane._sent)
+            self._mark = self._line.mark()
+
+    def wait(self) -> Tensor:
+        if self._read is not None:
+            self._finish_read()
+            self._copy()
+        self._mark.hold()  # copy -> whoever reads the parameters
+        return self._gather.wait()

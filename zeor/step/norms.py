@@ -1,0 +1,134 @@
+"""Norms of gradients: of all of them at once, by one small exchange, remembered until they change.
+
+A user may ask for the norm of everything, of a subset, or parameter by parameter: the first question
+computes the answer for every gradient whose norm is not known, so one exchange serves them all. Each
+rank sums only its own slice, whatever the stage, and sums over ranks are taken in rank order: the same
+bits on every rank and at every stage. A remembered factor multiplies the remembered norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeor.comm import verbs
+from zeor.comm.mesh import Mesh
+from zeor.step import events
+from zeor.step.events import Announcer
+from zeor.step.grads import GradLane
+from zeor.step.handed_out import HandedOut
+from zeor.step.unit import Slot
+
+
+class Norms:
+    def __init__(self, mesh: Mesh, announcer: Announcer, handed_out: HandedOut):
+        self._mesh, self._announcer, self._handed_out = mesh, announcer, handed_out
+        self._all: Sequence[Slot] = ()
+        self._slots: list[Slot] = []  # that have gradients
+        self._known: dict[float, dict[Slot, tuple[Tensor, int]]] = {}  # with GradLane.folds at that time
+        self._factor: tuple[Tensor, int | None, Tensor] | None = None
+
+    def watch(self, slots: Sequence[Slot]) -> None:
+        self._all, self._slots = slots, [slot for slot in slots if slot.lane.grads is not None]
+
+    def forget(self, slot: Slot) -> None:
+        for known in self._known.values():
+            known.pop(slot, None)
+
+    def forget_all(self) -> None:
+        self._known.clear()
+
+    def keep_factor(self, factor: Tensor | float) -> Tensor | float:
+        """A factor that is only remembered must not follow what the user does to that tensor later: one copy for
+        all the gradients it scales."""
+        if not isinstance(factor, Tensor):
+            return factor
+        version = None if factor.is_inference() else factor._version
+        kept = self._factor
+        if kept is None or kept[0] is not factor or version is None or kept[1] != version:
+            self._factor = kept = (factor, version, factor.detach().clone())
+        return kept[2]
+
+    def of_grad(self, slot: Slot, ord: float) -> Tensor:
+        """One gradient's norm, remembered factor included."""
+        self._handed_out.heed()
+        grads = slot.ready_grads()
+        known = self._known.setdefault(ord, {})
+        if _is_stale(slot, known):
+            stale = [s for s in self._slots if s.lane.grads.has[s.index] and _is_stale(s, known)]  # type: ignore[union-attr]
+            self._announcer.announce(events.NORM, lambda: {"slots": self._places(stale), "ord": ord})
+            self.compute(stale, ord)
+        norm: Tensor = known[slot][0]
+        scale: Any = grads.scales[slot.index]
+        return norm if scale is None or ord == 0 else norm * abs(scale)
+
+    def compute(self, slots: list[Slot], ord: float) -> None:
+        """Find these norms and remember them; a small exchange."""
+        folds = [slot.lane.grads.folds for slot in slots]  # type: ignore[union-attr]
+        known = self._known.setdefault(ord, {})
+        known.update(zip(slots, zip(self._compute(slots, ord).unbind(), folds)))
+
+    def known_order(self, slots: Sequence[Slot]) -> float | None:
+        """An order above 0 of which the norms of all these gradients are known, so that asking costs nothing."""
+        for ord, known in self._known.items():
+            if ord > 0 and not any(_is_stale(slot, known) for slot in slots):
+                return ord
+        return None
+
+    def raw(self, slot: Slot, ord: float) -> Tensor:
+        """One gradient's norm without the factor that is only remembered."""
+        self.of_grad(slot, ord)
+        return self._known[ord][slot][0]
+
+    def total(self, slots: Sequence[Slot], ord: float) -> Tensor:
+        """The norm over all these gradients together, as stock clip_grad_norm_ computes it."""
+        norms = [self.of_grad(slot, ord) for slot in slots]
+        if not norms:
+            return torch.zeros((), device=self._mesh.device)
+        return torch.linalg.vector_norm(torch.stack(norms), ord)
+
+    @torch.no_grad()
+    def _compute(self, slots: list[Slot], ord: float) -> Tensor:
+        grads = [slot.ready_grads() for slot in slots]
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
+        none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._mesh.device)
+        local = torch.stack(own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none))
+        if self._mesh.world == 1:
+            return local
+        if math.isinf(ord) or ord == 0:
+            rows = verbs.gather_vector(self._mesh, local, "norms of the gradients")
+            return rows.sum(0) if ord == 0 else rows.amax(0) if ord > 0 else rows.amin(0)
+        rows = verbs.gather_vector(self._mesh, local.pow(ord), "norms of the gradients")
+        return rows.sum(0).pow(1.0 / ord)
+
+    def _places(self, slots: list[Slot]) -> list[int]:
+        places = {slot: place for place, slot in enumerate(self._all)}
+        return [places[slot] for slot in slots]
+
+    def check(self, slots: Sequence[Slot], found_inf: Tensor) -> None:
+        """GradScaler: every rank sees the same norms, so all skip the step or none does."""
+        largest = torch.stack([self.of_grad(slot, math.inf) for slot in slots])
+        bad = (~torch.isfinite(largest)).any().to(found_inf)
+        found_inf.copy_(torch.maximum(found_inf, bad))
+
+
+def own_norms(grads: Sequence[tuple[GradLane, int]], ord: float, none: Tensor) -> list[Tensor]:
+    """The norm of this rank's part of each gradient; `none` where it has no part. What rests elsewhere is not brought
+    back where its norm is known."""
+    known = [g.resting.norm(param, ord) if g.resting else None for g, param in grads]
+    parts = [none.new_empty(0) if norm is not None else g.own(param) for norm, (g, param) in zip(known, grads)]
+    held = [part for part in parts if part.numel()]
+    found = iter(torch._foreach_norm(held, ord, dtype=none.dtype) if held else ())
+    return [
+        norm.to(none.dtype) if norm is not None else next(found) if part.numel() else none
+        for norm, part in zip(known, parts)
+    ]
+
+
+def _is_stale(slot: Slot, known: dict[Slot, tuple[Tensor, int]]) -> bool:
+    return slot not in known or known[slot][1] != slot.lane.grads.folds  # type: ignore[union-attr]

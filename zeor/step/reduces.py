@@ -1,0 +1,204 @@
+"""When gradients are reduced: one unit at a time, in an agreed order, while backward goes on.
+
+A unit whose gradients are all there is ready. Reduces are issued strictly in the agreed order, so a
+ready unit waits for the ones before it; one that took no part in this step's forward sends zeros. Only
+one reduce is under way at a time, which bounds memory to two gradient buffers and one receive buffer.
+The end of backward agrees on what is left and on which parameters anybody had a gradient for.
+
+Note [Patience]
+~~~~~~~~~~~~~~~
+Waiting for the reduce under way before starting the next bounds memory. But two ranks on different paths
+could then wait for each other: one for a reduce that the other will come to only at the end of its backward,
+that one for a gather of the first, or for it to end. So where this step's forwards are known to have differed
+nothing is waited for until backward ends, and otherwise (a loss may skip a branch on one rank) the host waits
+only so long. Both cost memory, never a bit of the result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from zeor.comm.mesh import Mesh
+from zeor.step.extension import Extension, overriding
+from zeor.step.unit import Slot, Unit
+
+PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 0.05  # at first, and once it has run out
+
+log = logging.getLogger("zeor")
+
+
+class Reducer:
+    def __init__(self, mesh: Mesh, units: list[Unit], overlap: bool, record: Callable):
+        self._mesh, self._units, self._overlap = mesh, units, overlap
+        self._record = record
+        self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
+        self._under_way: list[Unit] = []
+        self.extend(())
+        self._unreduced: set[Slot] = set()  # had a gradient inside no_sync, on this rank, and nobody knows yet
+        self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
+        self.begin([], diverged=False, factor=1.0)
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self._riders = [each for each in extensions if type(each).told is not Extension.told]
+        self._when_reduced = overriding(extensions, "unit_reduced")
+
+    def begin(self, order: list[int], diverged: bool, factor: float) -> None:
+        """A backward starts. `diverged`: ranks have taken different paths in this step's forwards. `factor`: of the
+        sum over ranks."""
+        self._factor = factor
+        self._waits = False
+        self._patience_left = 0.0 if diverged else self._patience
+        self._order = [unit for unit in order if self._trains(self._units[unit])]
+        self._next = 0
+        self._ready: set[int] = set()
+        self.issued: list[int] = []
+        self.new: set[Slot] = set()  # had a gradient in this backward, on this rank
+        self.had: list[Slot] = []  # on any rank; known at the end
+
+    @staticmethod
+    def _trains(unit: Unit) -> bool:
+        return any(lane.grads is not None and any(lane.grads.trains) for lane in unit.lanes)
+
+    def ready(self, unit: Unit, entered: Callable[[int], bool]) -> None:
+        """All gradients this backward brings to the unit are there."""
+        self._ready.add(unit.index)
+        while self._next < len(self._order):
+            candidate = self._order[self._next]
+            if candidate not in self._ready and entered(candidate):
+                break
+            self._issue(self._units[candidate])
+            self._next += 1
+
+    def pass_by(self, unit: int) -> None:
+        """The unit's turn has come on the ranks that compute, and this one only plays: zeros, as far as the order goes
+        by units that were passed. Waits a moment for earlier ones, so that they do not pile up."""
+        self._ready.add(unit)
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            for earlier in self._under_way:
+                for lane in earlier.lanes:
+                    if lane.grads is not None:
+                        lane.grads.reduced_within(SHORT_PATIENCE_SECONDS)
+            self._issue(self._units[self._order[self._next]])
+            self._next += 1
+
+    def _issue(self, unit: Unit, left: bool = False) -> None:
+        """`left`: something is left on some rank, in whatever lane."""
+        self._finish_earlier()
+        self._record("reduce", unit.index)
+        for lane in unit.lanes:
+            if lane.grads is not None and (left or any(lane.grads.trains)):
+                lane.grads.start_reduce(self._factor, f"reduce of the gradients of unit {unit.name!r}")
+        self.issued.append(unit.index)
+        self._under_way.append(unit)
+        if not self._overlap:
+            self._finish_earlier()
+
+    def _finish_earlier(self) -> None:
+        """Finish what is under way, as far as it may be waited for: see Note [Patience]."""
+        while self._under_way and (self._waits or self._in_time(self._under_way[0])):
+            self._finish(self._under_way[0])
+
+    def _in_time(self, unit: Unit) -> bool:
+        moves = [lane.grads for lane in unit.lanes if lane.grads is not None]
+        if all(grads.reduced_within(self._patience_left) for grads in moves):
+            return True
+        if self._patience_left:
+            if self._patience == self._full_patience:
+                log.warning(
+                    "The reduce of unit %r did not complete within %g s on rank %d: ranks take different paths in "
+                    "backward, or the link is slow. From now on reduces are not waited for before backward ends, which "
+                    "costs memory for gradients.",
+                    unit.name, self._full_patience, self._mesh.rank,
+                )  # fmt: skip
+            self._patience_left, self._patience = 0.0, SHORT_PATIENCE_SECONDS
+        return False
+
+    def _finish(self, unit: Unit) -> None:
+        for lane in unit.lanes:
+            if lane.grads is not None:
+                lane.grads.finish_reduce(f"unit {unit.name!r}")
+        self._under_way.remove(unit)
+        self._record("finish", unit.index)
+        for reduced in self._when_reduced:
+            reduced(unit)
+        for lane in unit.lanes:
+            if lane.grads is not None:
+                lane.grads.put_away()
+
+    @property
+    def told_count(self) -> int:
+        return 1 + 2 * len(self._units) + len(self._slots) + sum(rider.told_count for rider in self._riders)
+
+    def told(self) -> list[int]:
+        """What ranks must agree on at the end: how far anyone got, what is left (of units that were reduced
+        in this backward before, and of units that were not), and who has a gradient."""
+        pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
+        late = [left and unit.index in self.issued for left, unit in zip(pending, self._units)]
+        fresh = [left and not again for left, again in zip(pending, late)]
+        ridden = [number for rider in self._riders for number in rider.told()]
+        had = [slot in self.new or (slot in self._unreduced and _is_held(slot)) for slot in self._slots]
+        return [self._next, *late, *fresh, *had, *ridden]
+
+    def end(self, told: list[int]) -> None:
+        """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
+        largest of what each rank told."""
+        self._waits = True
+        self._unreduced = set()
+        for rider in reversed(self._riders):
+            begin = len(told) - rider.told_count
+            rider.heard(told[begin:])
+            told = told[:begin]
+        count = len(self._units)
+        reached, late, fresh, had = told[0], told[1 : 1 + count], told[1 + count : 1 + 2 * count], told[1 + 2 * count :]
+        for position in range(self._next, reached):
+            self._issue(self._units[self._order[position]])
+        passed = set(self._order[:reached])
+        if any(late):
+            self._refuse_late(late)
+        for unit in self._units:
+            if late[unit.index] or (fresh[unit.index] and unit.index not in passed):
+                self._issue(unit, left=True)
+        self._finish_earlier()
+        for unit in self._units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.settle()
+        for slot, anyone in zip(self._slots, had):
+            if anyone and slot.lane.grads is not None:
+                slot.lane.grads.has[slot.index] = True
+                self.had.append(slot)
+
+    def _refuse_late(self, late: list[int]) -> None:
+        """A unit's gradients came again after they were reduced; where they are used up by then that is too late."""
+        for unit in self._units:
+            if late[unit.index] and any(lane.grads is not None and lane.grads.released for lane in unit.lanes):
+                raise RuntimeError(
+                    f"Gradients of unit {unit.name!r} came in two parts in one backward (checkpointing with "
+                    "use_reentrant=True over a unit that is used twice?), and release=True has used up the first; use "
+                    "use_reentrant=False, or leave release= out."
+                )
+
+    def under_way(self) -> str:
+        """For the label of what is waited for meanwhile: a rank that is missing is missing here too."""
+        return f" (with the reduce of unit {self._under_way[0].name!r} under way)" if self._under_way else ""
+
+    def abandon(self) -> None:
+        """Backward raised half-way."""
+        self._under_way.clear()
+        self._unreduced = set()
+        for unit in self._units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.abandon()
+
+    def end_unreduced(self) -> None:
+        """The same inside no_sync: nothing travels; this rank's own gradients are there."""
+        for slot in self.new:
+            assert slot.lane.grads is not None
+            slot.lane.grads.has[slot.index] = True
+        self._unreduced |= self.new
+
+
+def _is_held(slot: Slot) -> bool:
+    return slot.lane.grads is not None and slot.lane.grads.has[slot.index]

@@ -1,0 +1,181 @@
+"""The unit: one module's parameters, gathered, freed, reduced and updated together.
+
+A unit owns lanes and slots. A slot is one parameter of the user's: it knows its lane and its modules. A unit carries
+out what it is told (gather, wait, free) and keeps no order; the engine does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeor.comm import verbs
+from zeor.memory import param as parameters
+from zeor.memory.view import Held
+from zeor.step.grads import GradLane
+from zeor.step.lane import Lane
+
+Owner = tuple[nn.Module, str]
+
+
+class Slot:
+    """One parameter of the user's: where it lies and who uses it. What it answers when it is asked: see handle.py."""
+
+    def __init__(self, name: str, param: nn.Parameter, owners: Sequence[Owner]):
+        if param.requires_grad and not param.dtype.is_floating_point:
+            raise ValueError(
+                f"Parameter {name!r} is {param.dtype} and trains; keep it as torch.view_as_real(...) of itself, and "
+                "make it complex where it is used."
+            )
+        self.name, self.owners = name, tuple(owners)
+        self.shape, self.dtype = tuple(param.shape), param.dtype  # dtype: as the user gave it, not that of compute
+        self.param: nn.Parameter = param  # the user's own object
+        self.held: Held  # what the parameter and its gradient ask
+        self.unit: Unit
+        self.lane: Lane
+        self.index = -1  # in its lane
+        self.trains = param.requires_grad and param.dtype.is_floating_point  # as the user wants it
+        self.kind = type(param)  # its class while it is a plain parameter
+        self.after_grad: dict[int, Callable] = OrderedDict()  # the user's hooks for a gradient that is reduced
+
+    def settle(self, unit: Unit, lane: Lane, index: int) -> None:
+        self.unit, self.lane, self.index = unit, lane, index
+
+    # ---- the parameter as an object
+
+    def bind(self) -> None:
+        """From now on the user's parameter asks `held`: see Note [One object] in memory/param.py."""
+        hooks = self.param._post_accumulate_grad_hooks
+        if hooks:
+            # Kept as the very dictionary, so that the user's handles still remove them.
+            self.after_grad, self.param._post_accumulate_grad_hooks = hooks, OrderedDict()
+        parameters.hand_to(self.param, self.held)
+        for module, _ in self.owners:
+            if isinstance(module, nn.RNNBase):  # its weak references would forbid to give a meta parameter memory
+                module._flat_weight_refs = [None] * len(module._flat_weights_names)
+
+    def unbind(self, value: Tensor) -> None:
+        """A plain parameter with this value, for a while or for good."""
+        self.param.__class__ = self.kind
+        parameters.hand_to(self.param, None)
+        parameters.lay(self.param, value)
+
+    def bind_again(self) -> None:
+        """After `unbind`: over the lane's memory; the lane gives it its class."""
+        parameters.lay(self.param, self.lane.parts[self.index])
+        parameters.take_grad(self.param)
+        parameters.hand_to(self.param, self.held)
+
+    def give_back_hooks(self) -> None:
+        """The parameter is plain for good: its hooks are torch's business again."""
+        if self.after_grad:
+            self.param._post_accumulate_grad_hooks = self.after_grad  # type: ignore[assignment]
+
+    @property
+    def bound(self) -> bool:
+        return parameters.held_of(self.param) is self.held
+
+    # ---- the gradient
+
+    def ready_grads(self) -> GradLane:
+        """The lane's gradients, once they are reduced."""
+        grads = self.lane.grads
+        assert grads is not None
+        if grads.released:
+            raise RuntimeError(
+                f"The gradient of {self.name!r} was used and freed inside backward, as release=True asks for, so it "
+                "cannot be clipped, scaled or read; leave release= out for that (zeor.Offload(grads='host') keeps "
+                "gradients off the device)."
+            )
+        if not grads.reduced:
+            raise RuntimeError(
+                f"The gradient of {self.name!r} was computed inside zeor.no_sync and is not reduced yet; "
+                "run the last backward of the accumulation outside no_sync first."
+            )
+        grads.settle_reader()
+        return grads
+
+    def grad_is_there(self) -> None:
+        """A backward has reduced it."""
+        for hook in list(self.after_grad.values()):
+            hook(self.param)
+
+
+class Unit:
+    def __init__(self, index: int, name: str, module: nn.Module | None, slots: Sequence[Slot]):
+        self.index, self.name, self.module, self.slots = index, name, module, list(slots)
+        self.lanes: list[Lane] = []
+        self.is_root = False
+        # See Note [When a unit's backward is over] in hooks.py.
+        self.open_calls = self.endless_calls = self.hooked_calls = 0
+        self._places = [(module, attr, slot) for slot in slots for module, attr in slot.owners]
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name})"
+
+    @property
+    def frees(self) -> bool:
+        return any(lane.frees for lane in self.lanes)
+
+    @property
+    def publishes(self) -> bool:
+        """Its update leaves the other ranks' full parameters stale until slices are gathered."""
+        return any(lane.spec.publishes for lane in self.lanes)
+
+    @property
+    def present(self) -> bool:
+        """Gathered or on its way."""
+        return all(lane.full.inflated for lane in self.lanes)
+
+    def members(self, lane: Lane) -> list[Slot]:
+        """The parameters in one of its lanes, in their order there."""
+        return [slot for slot in self.slots if slot.lane is lane]
+
+    def start_gather(self) -> None:
+        """Of what is freed between uses; the rest is here, or on its way since the step that changed it."""
+        for number, lane in enumerate(self.lanes):
+            if lane.frees:
+                lane.start_gather(f"gather of unit {self.name!r}" + (f", lane {number}" if number else ""))
+
+    def wait(self) -> None:
+        for lane in self.lanes:
+            lane.wait()
+
+    def free(self) -> None:
+        for lane in self.lanes:
+            if lane.frees:
+                lane.free()
+
+    def check_places(self) -> None:
+        """What somebody else put in a parameter's place must not be passed over."""
+        for module, attr, slot in self._places:
+            if module._parameters.get(attr) is not slot.param or not slot.bound:
+                raise RuntimeError(
+                    f"Something else is in the place of parameter {slot.name!r} (by torch.func.functional_call, "
+                    "swap_tensors, pruning, or an assignment); do that inside `with zeor.full_params(model):`, or "
+                    "before zeor.shard."
+                )
+
+
+def gather_values(lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
+    """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
+    lane.settle()
+    lane.keep_writes()
+    mesh = lane.mesh
+    source = lane.mine.to(mesh.device)
+    whole = lane.full.flat if not lane.frees else None
+    if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
+        # Compute is only a cast of what the user gave: the master is exact.
+        lane.master.fetch()
+        source = lane.master.values
+        whole = source if lane.updates_whole or mesh.world == 1 else None
+    if whole is None:
+        whole = torch.empty(lane.layout.numel, dtype=source.dtype, device=source.device)
+        verbs.gather(mesh, whole, source, "gather of full parameters").wait()
+    values = {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
+    if lane.master is not None:
+        lane.master.spill()
+    return values

@@ -1,0 +1,1 @@
+"""WHERE STATE RESTS ELSEWHERE: host memory, files, streams beside the computation, the master."""
