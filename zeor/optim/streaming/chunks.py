@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
 
 class StockSteps:
     def __init__(self, optimizer: Optimizer, moments: Moments, line: Line):
-        self._optimizer, self._moments, self._line = optimizer, moments, line
+        self._optimizer, self.moments, self._line = optimizer, moments, line
         self._raw_step = raw_step(optimizer)
 
     def begun(self, run: LaneRun, host: bool = False) -> Begun:
@@ -55,7 +55,7 @@ class StockSteps:
         own = vars(self._optimizer).items()
         attributes = {k: v for k, v in own if k not in _OWN and not isinstance(v, types.MethodType)}
         attributes = on_host(attributes) if host else attributes
-        return Begun(run, dict(self._optimizer.state.get(segment, {})), list(self._moments.names(segment)), attributes)
+        return Begun(run, dict(self._optimizer.state.get(segment, {})), list(self.moments.names(segment)), attributes)
 
     def step(
         self, lane: Lane, chunks: Sequence[Chunk], groups: list[dict[str, Any]], scale: Tensor | float | None
@@ -129,15 +129,15 @@ class StockSteps:
                 self._begin(lane, run, begin, end, name, value)
             elif at[name].data_ptr() != value.data_ptr():
                 _encode(at[name], at.get(f"{name} scales"), value, name)
-            if name not in self._moments.names(segment):
-                self._moments.names(segment).append(name)
+            if name not in self.moments.names(segment):
+                self.moments.names(segment).append(name)
 
     def _begin(self, lane: Lane, run: LaneRun, begin: int, end: int, name: str, value: Tensor) -> None:
         """A first step made this state: write it to where it rests from now on."""
-        moment = self._moments.need(lane, name, value.dtype)
+        moment = self.moments.need(lane, name, value.dtype)
         codes, scales = moment.codes.tensor[begin:end], None
         if moment.scales is not None:
-            scales = moment.scales.tensor[self._moments.scale_range(lane, run.where, begin, end)]
+            scales = moment.scales.tensor[self.moments.scale_range(lane, run.where, begin, end)]
         made = torch.empty_like(codes, device=value.device)
         made_scales = None if scales is None else torch.empty_like(scales, device=value.device)
         _encode(made, made_scales, value, name)

@@ -29,7 +29,6 @@ from zeor.memory.device import thread_beside
 from zeor.memory.formats import cast_and_spoil
 from zeor.optim.kernels.run import LaneRun
 from zeor.optim.streaming.chunks import Begun, Chunk, StockSteps
-from zeor.optim.streaming.moments import Moments
 from zeor.optim.streaming.pending_update import Done
 from zeor.step.lane import Lane
 from zeor.tiers.lines import Line, Mark
@@ -276,7 +275,6 @@ class _Cut(NamedTuple):
 def batches_of(
     lane: Lane,
     runs: Sequence[LaneRun],
-    moments: Moments,
     steps: StockSteps,
     groups: list[dict[str, Any]],
     scale: Tensor | float | None,
@@ -292,7 +290,7 @@ def batches_of(
         for begun, begin, end in cuts:
             rest, first = grads.at_rest(begun.run.where)
             parts.append(HostPart(begin, end, rest, begin - first))
-            at = {name: moments.need(lane, name).codes.tensor[begin:end] for name in begun.names}
+            at = {name: steps.moments.need(lane, name).codes.tensor[begin:end] for name in begun.names}
             chunks.append(Chunk(begun, begin, end, {"master": own[begin:end], **at}))
 
         def step(given: list[Tensor]) -> None:

@@ -167,7 +167,7 @@ class Streaming(Extension):
         host.reserve(lane.master.dtype)
         scale, fused = lane_scale(lane), [fused_group(on_host(group)) for group in groups]
         runs = self._runs(lane, work, None)
-        batches = batches_of(lane, runs, self.moments, self._steps, fused, scale, host.batch_numel)
+        batches = batches_of(lane, runs, self._steps, fused, scale, host.batch_numel)
         ready, resting = current_mark(self._device), grads.resting
         rested = resting.spilled if resting else Mark()
 
