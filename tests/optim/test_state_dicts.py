@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -180,6 +181,26 @@ def check_own(kind: str, stage: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_each_rank_resumes_from_its_own_in_bits(ranks, kind, stage, name, world):
     ranks(check_own, world, kind, stage, name)
+
+
+def check_own_offloaded(moments: str, loads: bool) -> dict[str, Tensor]:
+    model = loops.net().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, stage=3, offload="host", moments=moments)
+    loss = functools.partial(loops.own_loss, dtype=torch.float32)
+    loops.train(model, optimizer, range(3), loss)
+    if loads:
+        optimizer.load_state_dict(optimizer.state_dict())
+    loops.train(model, optimizer, range(3, 5), loss)
+    return full_values("shard", model)
+
+
+@pytest.mark.parametrize("moments", ["exact", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_that_rests_elsewhere_is_loaded_from_itself_in_bits(ranks, world, moments):
+    """The dict shows the memory that the load writes into."""
+    for loaded, straight in zip(*(ranks(check_own_offloaded, world, moments, loads) for loads in (True, False))):
+        loops.assert_equal(loaded, straight)
 
 
 def check_between_stages() -> None:

@@ -81,18 +81,22 @@ class Segments:
         slot = self.slots[id(param)]
         if id(param) not in self.owners.owned and self.owners.cut:
             check_cuttable(slot.name, slot.shape, state)
-        return {key: self._cut(param, value) for key, value in state.items()} if self.of(param) is not None else {}
+        if self.of(param) is None:
+            return {}
+        # A state dict shows state that rests elsewhere as it lies there, and a load begins by emptying that memory.
+        resting = {value.untyped_storage()._cdata for value in self.resting(param).values()}
+        return {key: self._cut(param, value, resting) for key, value in state.items()}
 
-    def _cut(self, param: Tensor, value: Any) -> Any:
-        """One entry of a parameter's state: whole tensors are cut, everything else is kept. What was made in the
-        parameter's dtype is as wide as its master from here on."""
+    def _cut(self, param: Tensor, value: Any, resting: set[int]) -> Any:
+        """One entry of a parameter's state: whole tensors are cut, everything else is kept, but for what lies in memory
+        of `resting`, which is copied. What was made in the parameter's dtype is as wide as its master from here on."""
         slot = self.slots[id(param)]
         if not isinstance(value, Tensor):
             return value
         segment, mine = self._at[id(param)], self.parts[id(param)]
         dtype = mine.dtype if value.dtype == slot.dtype else value.dtype
         if not of_shape(value, slot.shape, plain=True):
-            return value.to(dtype)
+            return value.to(dtype, copy=value.untyped_storage()._cdata in resting)
         flat = value.detach().reshape(-1)[segment.start : segment.start + segment.numel]
         return flat.to(mine.device, dtype, copy=True).view(mine.shape)
 
