@@ -369,3 +369,12 @@ def test_disk_alone_trains_and_leaves_only_a_folder_that_was_named(ranks, tmp_pa
         assert len(found) == 2 and all(found)
     ranks(int, 2)  # by now what the ranks held is gone
     assert [path.name for path in tmp_path.rglob("*")] == rest
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_small_moments_of_a_float64_model_are_refused_before_anything_changes(moments):
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match=f"moments='{moments}'.*'weight' is float64; use moments='exact'"):
+        zeor.shard(model, torch.optim.AdamW(model.parameters()), moments=moments)
+    assert type(model.weight) is nn.Parameter and torch.equal(model.weight, before)

@@ -45,7 +45,7 @@ from zeor.model.shareable import check_model
 from zeor.model.wrapped import refuse_wrapped
 from zeor.optim.ema import ema
 from zeor.optim.guard import watch_steps
-from zeor.optim.parts.checks import check_kind, check_parameters, refuse_optimizers_in_backward
+from zeor.optim.parts.checks import check_kind, check_moments, check_parameters, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
@@ -211,6 +211,7 @@ def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: lis
     engine.slots.extend(slot for spec in specs for slot in slots[spec.name])  # as long as things are checked
     meta.settle(mesh, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
+    check_moments(plan, engine.slots)
     for each in optimizers:
         check_parameters(each, engine.slots)
     _compare_optimizers(mesh, engine.slots, optimizers)

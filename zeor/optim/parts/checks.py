@@ -64,6 +64,18 @@ def check_separable(optimizer: Optimizer, kinds: Sequence[Kind], plan: Plan) -> 
         )
 
 
+def check_moments(plan: Plan, slots: Iterable[Slot]) -> None:
+    """ValueError where state is to be kept in a small format and cannot be."""
+    if plan.moments == "exact":
+        return
+    for slot in slots:
+        if slot.trains and slot.dtype == torch.float64:
+            raise ValueError(
+                f"moments={plan.moments!r} keeps the optimizer's state of float32 masters, and parameter {slot.name!r} "
+                "is float64; use moments='exact', or a float32 model."
+            )
+
+
 def check_parameters(optimizer: Optimizer, slots: Iterable[Slot]) -> None:
     """Every parameter of the optimizer must be one of the model's."""
     known = {id(slot.param) for slot in slots}
