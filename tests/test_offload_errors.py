@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeor
-from tests import tiers
+from tests import offloads
 from tests.tiers.test_files import needs_mount
 from zeor import Offload
 from zeor.plan import Plan
@@ -254,9 +254,9 @@ def test_disk_alone_is_the_folder_of_the_environment_or_one_in_the_current_direc
 
 
 def refused(options: dict[str, Any]) -> str:
-    model = tiers.net()
+    model = offloads.net()
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        zeor.shard(model, tiers.adamw(model), **options)
+        zeor.shard(model, offloads.adamw(model), **options)
     assert all(type(param) is nn.Parameter for param in model.parameters()), "nothing of the model has changed"
     return str(caught.value)
 
@@ -349,15 +349,15 @@ def test_each_rank_may_have_a_disk_of_its_own(ranks, tmp_path):
 
 def on_disk_alone(current: str, named: str | None) -> list[int]:
     """How many arrays each sub-folder of the folder holds while a model trains, to the bits of one without offload."""
-    wanted = tiers.run(stage=2, precision="bf16")
+    wanted = offloads.run(stage=2, precision="bf16")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(current)
         patch.delenv("ZEOR_OFFLOAD_FOLDER", raising=False)
         if named is not None:
             patch.setenv("ZEOR_OFFLOAD_FOLDER", named)
-        model, optimizers = tiers.made(stage=2, precision="bf16", offload="disk")
-    losses = [tiers.one_step(model, optimizers, step, "plain") for step in range(3)]
-    tiers.same({**tiers.left(model), "losses": torch.tensor(losses)}, wanted)
+        model, optimizers = offloads.made(stage=2, precision="bf16", offload="disk")
+    losses = [offloads.one_step(model, optimizers, step, "plain") for step in range(3)]
+    offloads.same({**offloads.left(model), "losses": torch.tensor(losses)}, wanted)
     found = [len(list(each.glob("*.array"))) for each in Path(current, named or "zeor-offload").iterdir()]
     dist.barrier()  # the other rank has looked too
     return found

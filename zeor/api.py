@@ -277,7 +277,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def accumulate(model: nn.Module) -> Iterator[None]:
     """With release=True: a backward inside reduces its gradients and adds them to the slices, without updating; the
     next backward outside updates with the sum. Costs a slice of gradients, where no_sync keeps them whole."""
-    release = _state(model).engine.feature(Release)
+    release = _state(model).engine.find(Release)
+    if release is None:  # every backward adds to the slices, and step() updates
+        yield
+        return
     before, release.keeps = release.keeps, True
     try:
         yield
@@ -376,8 +379,8 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
         ensure_process_group(place, plan.timeout)
         the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
     module_buffers.sync_now(the_mesh, model, how)
-    if state is not None:
-        state.engine.feature(ModuleBuffers).all_same()
+    if state is not None and (buffers := state.engine.find(ModuleBuffers)) is not None:
+        buffers.all_same()
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:

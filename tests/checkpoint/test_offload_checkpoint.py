@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import zeor
-from tests import tiers
-from tests.tiers import CHUNK, adamw, left, made, one_step, same, whole
+from tests import offloads
+from tests.offloads import CHUNK, adamw, left, made, one_step, same, whole
 from zeor import Offload
 from zeor.memory import small
 from zeor.optim.streaming.moments import UNSIGNED
@@ -136,7 +136,7 @@ def encoded_once(exact: dict[str, Any]) -> dict[str, Any]:
 
 def apart(found: dict[str, Any], wanted: dict[str, Any]) -> set[str]:
     """Which sorts of values differ; steps and weights must not."""
-    return {name.rpartition("/")[2] for name in tiers.differences(found, wanted)}
+    return {name.rpartition("/")[2] for name in offloads.differences(found, wanted)}
 
 
 def test_int8_state_at_other_worlds_is_encoded_anew_once(ranks, tmp_path):
@@ -184,7 +184,7 @@ def test_state_dict_and_load_state_dict_go_round(ranks, tmp_path):
 
 def check_state_dict_alone() -> None:
     """Reading the state between steps changes nothing."""
-    wanted = tiers.run(stage=3, offload=Offload(chunk=CHUNK))
+    wanted = offloads.run(stage=3, offload=Offload(chunk=CHUNK))
     model, optimizers = made(stage=3, offload=Offload(chunk=CHUNK))
     losses = []
     for step in range(3):
@@ -225,10 +225,10 @@ def check_before_shard(path: str) -> None:
     """State that an optimizer held before shard()."""
 
     def started(**options: Any) -> dict[str, Any]:
-        model = tiers.net()
+        model = offloads.net()
         optimizer = adamw(model)
         for step in range(2):
-            model(torch.ones(2, tiers.WIDTH) * step).square().mean().backward()
+            model(torch.ones(2, offloads.WIDTH) * step).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         zeor.shard(model, optimizer, **options)
@@ -256,7 +256,7 @@ def averaged(options: dict[str, Any]) -> dict[str, Any]:
     steps(model, optimizers, range(3))
     found: dict[str, Any] = {f"ema {key}": value for key, value in average.state_dict()["values"].items()}
     with average.applied(), torch.no_grad():
-        found["loss"] = tiers.loss_of(model, 5).item()
+        found["loss"] = offloads.loss_of(model, 5).item()
         with zeor.full_params(model):
             found.update({f"applied {key}": param.detach().clone() for key, param in model.named_parameters()})
     steps(model, optimizers, range(3, 4))
@@ -320,7 +320,7 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(ranks, tmp_path):
 def check_shared(folder: str) -> int:
     """Two runs of one process beside each other in one folder."""
     offload = Offload("disk", "disk", folder=folder, chunk=CHUNK)
-    wanted = tiers.run(stage=2, precision="bf16")
+    wanted = offloads.run(stage=2, precision="bf16")
     runs = [made(stage=2, precision="bf16", offload=offload) for _ in range(2)]
     losses: list[list[float]] = [[], []]
     for step in range(3):
@@ -341,7 +341,7 @@ LIVES = """
 import os, signal, sys
 import torch
 import zeor
-from tests import tiers
+from tests import offloads
 from zeor import Offload
 
 folder, checkpoints, result = sys.argv[1:]
@@ -349,18 +349,18 @@ torch.set_num_threads(1)
 
 def life(killed):
     offload = Offload("disk", "disk", folder=folder, chunk=256)
-    model, optimizers = tiers.made(stage=2, precision="bf16", offload=offload)
+    model, optimizers = offloads.made(stage=2, precision="bf16", offload=offload)
     begin = 0
     if not killed:
         begin = zeor.load(checkpoints, model, optimizers[0]).step
         assert begin == 2 and len(os.listdir(folder)) == 1, os.listdir(folder)
     for step in range(begin, 5):
-        tiers.one_step(model, optimizers, step, "plain")
+        offloads.one_step(model, optimizers, step, "plain")
         if killed and step == 1:
             zeor.save(checkpoints, model, optimizers[0], step=2)
         if killed and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-    torch.save(tiers.left(model), result)
+    torch.save(offloads.left(model), result)
 
 for killed in (True, False):
     pid = os.fork()

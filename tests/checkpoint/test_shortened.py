@@ -13,7 +13,7 @@ RUN = """
 import os, pathlib, sys
 import torch
 import zeor
-from tests.tiers import made, one_step
+from tests.offloads import made, one_step
 from zeor.checkpoint import contents, saver
 
 root, moments, when = sys.argv[1:]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zeor
-from tests import tiers
-from tests.tiers import CHUNK, adamw, left, loss_of, made, one_step, run, same
+from tests import offloads
+from tests.offloads import CHUNK, adamw, left, loss_of, made, one_step, run, same
 from zeor import Offload
 
 STEPS = 5
@@ -22,7 +22,7 @@ STEPS = 5
 
 def reference(make: Any, clip: bool) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """(weights after the last update, losses, the same loop's without delay)."""
-    model = tiers.net()
+    model = offloads.net()
     optimizer = make(model)
     newest = [param.detach().clone() for param in model.parameters()]
     losses = []
@@ -39,7 +39,7 @@ def reference(make: Any, clip: bool) -> tuple[dict[str, torch.Tensor], list[floa
         put(model, seen)
         optimizer.zero_grad()
     put(model, newest)
-    at_once = tiers.net()
+    at_once = offloads.net()
     plain_optimizer = make(at_once)
     plain = [one_step(at_once, [plain_optimizer], step, "clip" if clip else "plain") for step in range(STEPS)]
     return {name: param.detach().clone() for name, param in model.named_parameters()}, losses, plain
@@ -127,7 +127,7 @@ def check_seen(stage: int) -> None:
     assert not torch.equal(before["head.weight"], after["head.weight"])
     with torch.no_grad():
         loss = loss_of(model, 9).item()
-        twin = tiers.net()
+        twin = offloads.net()
         assert loss == loss_of(twin, 9).item(), "forward still reads the first weights"
     with zeor.full_params(model, write=True), torch.no_grad():
         for param in model.parameters():

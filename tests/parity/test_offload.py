@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import zeor
-from tests import tiers
+from tests import offloads
 from tests.covering import LATER, Row, covering
+from tests.offloads import CHUNK, LOOPS, adamw, left, made, one_step, run, same
 from tests.parity.test_release import ALL_RANKS, ONE_RANK, branches_run
-from tests.tiers import CHUNK, LOOPS, adamw, left, made, one_step, run, same
 from zeor import Offload
 
 HALVES = {"device": 0.5, "host": 0.5}
@@ -135,7 +135,7 @@ def test_parameters_without_a_gradient_are_left_alone(ranks, tmp_path):
 
 def grown_run(**options: Any) -> dict[str, Any]:
     """An optimizer that comes later than the model, freezing and thawing, and a group added on the way."""
-    model = tiers.net(3)
+    model = offloads.net(3)
     model.blocks[1].requires_grad_(False)
     model.blocks[2].up.requires_grad_(False)
     zeor.shard(model, **options)
@@ -169,7 +169,7 @@ def test_frozen_thawed_and_added_parameters(ranks, tmp_path):
 def skipped_run(**options: Any) -> dict[str, Any]:
     model, (optimizer,) = made(nonfinite="skip", **options)
     for step in range(4):
-        loss = tiers.loss_of(model, step)
+        loss = offloads.loss_of(model, step)
         (loss * float("inf") if step == 1 and dist.get_rank() == 1 else loss).backward()
         if step == 2:
             zeor.clip_grad_norm_(model, 0.5)

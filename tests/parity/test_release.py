@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeor
-from tests import tiers
-from tests.tiers import CHUNK, Net, adamw, left, loss_of, made, one_step, run, same
+from tests import offloads
+from tests.offloads import CHUNK, Net, adamw, left, loss_of, made, one_step, run, same
 from zeor import Offload
 from zeor.access.sharded import state_of
 
@@ -76,10 +76,10 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(tiers.WIDTH, tiers.WIDTH)
-        self.branches = nn.ModuleList(tiers.Block() for _ in range(4))
-        self.head = nn.Linear(tiers.WIDTH, tiers.OUT)
-        self.extra = nn.Parameter(torch.ones(tiers.OUT))  # of the root's unit
+        self.stem = nn.Linear(offloads.WIDTH, offloads.WIDTH)
+        self.branches = nn.ModuleList(offloads.Block() for _ in range(4))
+        self.head = nn.Linear(offloads.WIDTH, offloads.OUT)
+        self.extra = nn.Parameter(torch.ones(offloads.OUT))  # of the root's unit
         self.way: tuple[int, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_parameters_without_a_gradient(ranks, ways):
 
 
 def frozen_run(**options: Any) -> dict[str, Any]:
-    model = tiers.net(3)
+    model = offloads.net(3)
     model.blocks[1].requires_grad_(False)
     model.blocks[2].up.requires_grad_(False)
     optimizer = adamw(model)
@@ -181,7 +181,7 @@ def mean_run(**options: Any) -> dict[str, Any]:
         for part in range(2):
             with zeor.accumulate(model) if part == 0 else nullcontext():
                 rows = 1 + (step + part + dist.get_rank()) % 3
-                x = torch.randn(rows, tiers.WIDTH, generator=torch.Generator().manual_seed(step * 7 + part))
+                x = torch.randn(rows, offloads.WIDTH, generator=torch.Generator().manual_seed(step * 7 + part))
                 zeor.mean_loss(model, model(x).square().sum(), rows).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -216,7 +216,7 @@ def held_in_backward(stage: int, release: bool) -> dict[int, int]:
             found[number] = sum(lane.grads.nbytes() for lane in units[block].lanes)
 
     for step in range(3):
-        x = torch.randn(4, tiers.WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4, offloads.WIDTH, generator=torch.Generator().manual_seed(step))
         handle = model.blocks[0].register_forward_hook(lambda _, __, out: out.register_hook(look) and None)
         model(x).square().mean().backward()
         handle.remove()

@@ -9,19 +9,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zeor.access.handle import Handle, Services, services_of
 from zeor.features.counts import Counts
 from zeor.features.first_batch import FirstBatch
 from zeor.features.freezing import Freezing
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.nonfinite import NonFinite
-from zeor.features.penalty import Penalties
 from zeor.features.plain_grads import PlainGrads
 from zeor.features.recompute import Recompute
 from zeor.features.release import Release
 from zeor.features.settings import Settings
 from zeor.step.engine import Engine
 from zeor.step.extension import Extension
+from zeor.step.handle import Handle, Services, services_of
 from zeor.step.unit import Owner, Slot
 
 
@@ -32,7 +31,7 @@ class Builder:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._services: Services = services_of(engine)
-        self._first_batch = FirstBatch(engine.mesh)
+        self._first_batch = FirstBatch(engine.mesh, engine.remove_extension)
         self._counts = Counts(engine.mesh, engine.slots, engine.announcer)
         self._plain: PlainGrads | None = None
 
@@ -50,21 +49,25 @@ class Builder:
         self._services.complete(self.engine)
 
     def _features(self, model: nn.Module | None) -> list[Extension]:
-        """In the order in which they act; a mean is known before what is added to it, and a release uses both."""
+        """In the order in which they act: a mean is known before a release uses it. What has nothing to do in this
+        model is left out."""
         engine, mesh, counts = self.engine, self.engine.mesh, self._counts
         nonfinite = NonFinite(mesh, engine.norms, engine.slots, engine.plan.nonfinite)
         features: list[Extension] = [
-            self._first_batch,
             Freezing(mesh, engine.slots, engine.announcer, engine.thaw),
             counts,
-            Penalties(engine.units, engine.reducer, engine.backward, counts, engine.plan.release),
             Settings(mesh, engine.optimizers),
-            Release(engine.units, engine.reducer, engine.backward, counts),
             nonfinite,
         ]
+        if engine.plan.release:
+            features.append(Release(engine.units, engine.reducer, engine.backward, counts))
+        if not self._first_batch.done:
+            features.append(self._first_batch)
         if model is not None:
-            features.append(ModuleBuffers(mesh, model, engine.plan.buffers))
             features.append(Recompute(engine.units, engine.plan.recompute, mesh.device))
+            buffers = ModuleBuffers(mesh, model, engine.plan.buffers)
+            if buffers.told_count:
+                features.append(buffers)
         if engine.plain:
             given = None if self._plain is None else self._plain.given
             self._plain = PlainGrads(engine, self._first_batch, nonfinite, given)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.access.handle import Handle
 from zeor.memory.view import Held
 from zeor.step.engine import Engine
 from zeor.step.events import DROP, SCALE
+from zeor.step.handle import Handle
 from zeor.step.unit import Slot
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from zeor.comm.agree import exchange
@@ -14,10 +15,11 @@ log = logging.getLogger("zeor")
 
 
 class FirstBatch(Extension):
-    """Compares what the ranks see first: inputs where there is a forward hook, gradients where there is none."""
+    """Compares what the ranks see first: inputs where there is a forward hook, gradients where there is none.
+    `leave(self)` is called then, as there is nothing more to do."""
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, leave: Callable[[Extension], None]):
+        self._mesh, self._leave = mesh, leave
         self.done = mesh.world == 1 or mesh.fake
         self._prints: list[int] = []
 
@@ -38,6 +40,7 @@ class FirstBatch(Extension):
         if self.done:
             return
         self.done = True
+        self._leave(self)
         seen = exchange(self._mesh, self._prints, "comparison of the ranks' first batches")
         if self._mesh.rank == 0 and all(rank == seen[0] for rank in seen):
             log.warning(

@@ -73,7 +73,12 @@ def penalty(
     if not wants_grad or not found:
         return value
     anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-    return _Penalty.apply(anchor, value, weakref.ref(engine.feature(Penalties)), found)  # type: ignore[no-any-return]
+    penalties = engine.find(Penalties)
+    if penalties is None:  # the first penalty of this model
+        counts = engine.feature(Counts)
+        penalties = Penalties(engine.units, engine.reducer, engine.backward, counts, engine.plan.release)
+        engine.add_extension(penalties)
+    return _Penalty.apply(anchor, value, weakref.ref(penalties), found)  # type: ignore[no-any-return]
 
 
 class Penalties(Extension):

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Held:
-    """What stands behind a view or a parameter. access/handle.py implements it; this class lists what they ask for."""
+    """What stands behind a view or a parameter. step/handle.py implements it; this class lists what they ask for."""
 
     name: str
     dtype: torch.dtype  # of the parameter as the user gave it

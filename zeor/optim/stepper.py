@@ -71,18 +71,15 @@ class Stepper:
             engine.add_extension(self.streaming)
         self.state = KeptState(self.segments, self.one_pass, self.streaming, drain)
         self._first = True
-        if plan.release:
-            self._released.updates.append(self._release)
-            self._released.waits.append(self._has_owners)
+        self._releases = engine.find(Release)
+        if self._releases is not None:
+            self._releases.updates.append(self._release)
+            self._releases.waits.append(self._has_owners)
         engine.feature(Freezing).watch(self)
         self._peers.append(optimizer)
         driven.add(optimizer)
         watch_steps()
         self._instance_step = self._patch()
-
-    @property
-    def _released(self) -> Release:
-        return self.engine.feature(Release)
 
     def _check(self) -> list[Kind]:
         """What kind its groups are; ValueError where they cannot be driven."""
@@ -137,9 +134,9 @@ class Stepper:
 
     def unpatch(self) -> None:
         """The optimizer is the user's alone again."""
-        if self._release in self._released.updates:
-            self._released.updates.remove(self._release)
-            self._released.waits.remove(self._has_owners)
+        if self._releases is not None:
+            self._releases.updates.remove(self._release)
+            self._releases.waits.remove(self._has_owners)
         if self.streaming is not None:
             self.engine.remove_extension(self.streaming)
             self.streaming.close()
@@ -255,7 +252,7 @@ class Stepper:
     def _forbidden(self) -> bool:
         """Gradients are not finite and such steps are to be skipped."""
         if getattr(self.optimizer, "found_inf", None) is not None:
-            if self._released.done:
+            if self._releases is not None and self._releases.done:
                 raise RuntimeError(
                     "GradScaler scales gradients that release=True has used up inside backward; leave release= out, or "
                     "train in bf16, which needs no scaler."
@@ -299,7 +296,8 @@ class Stepper:
             return
         # A unit of both sorts is published once, by its last round.
         last = {member.slot.unit: journey for journey in journeys for member in journey.members}
-        released, changed = self._released.done, []
+        released: set[Unit] = set() if self._releases is None else self._releases.done
+        changed: list[Unit] = []
         for unit in order:
             if (self._update([unit]) or unit in released or unit in caught) and unit not in last:
                 changed.append(unit)

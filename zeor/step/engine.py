@@ -148,8 +148,12 @@ class Engine:
         self.extend([each for each in self.extensions[_OWN:] if each is not extension])
 
     def feature(self, kind: type[Feature]) -> Feature:
-        """The extension of this class; KeyError where the engine has none."""
+        """The extension of this class, which the engine is known to have."""
         return self._features[kind]  # type: ignore[return-value]
+
+    def find(self, kind: type[Feature]) -> Feature | None:
+        """The extension of this class, if the engine has one."""
+        return self._features.get(kind)  # type: ignore[return-value]
 
     @property
     def schedule(self) -> Schedule:
@@ -197,7 +201,7 @@ class Engine:
             self.record("publish", unit.index)
         for number, lane in trained:
             lane.changed()  # a graph made before this step is stale
-            if lane.spec.publishes:
+            if lane.publishes:
                 lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
                 if not self.plan.overlap:
                     lane.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from zeor.step import events
 from zeor.step import order as orders
@@ -26,6 +27,12 @@ class Forward:
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         self._meet, self._begins = overriding(extensions, "meets"), overriding(extensions, "begin_forward")
+        self._saw = overriding(extensions, "saw_input")
+
+    def saw_input(self, value: Any) -> None:
+        """What a training forward of the model is given."""
+        for saw in self._saw:
+            saw(value)
 
     @property
     def walk(self) -> Walk | None:

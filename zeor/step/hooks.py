@@ -130,7 +130,6 @@ class Hooks:
         self._param_handles = [collect_from(slot, engine) for slot in engine.slots if slot.lane.grads is not None]
         self._casts: list[Casts] = []  # of the model's forwards that are running
         self._saving: Unit | None = None  # the unit in whose forward our hooks for saved tensors are on
-        self._saw_input = overriding(engine.extensions, "saw_input")
         holders = {module for slot in engine.slots for module, _ in slot.owners}
         for module in holders:
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
@@ -320,8 +319,7 @@ class Hooks:
         if unit.is_root and DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp()
         if unit.is_root and grad:
-            for saw in self._saw_input:
-                saw((args, kwargs))
+            engine.forward.saw_input((args, kwargs))
         engine.forward.enter(unit, grad, entry)
         aliases: list[Tensor] = []
         if unit.is_root:

@@ -62,7 +62,7 @@ class Lane:
     def __init__(self, spec: LaneSpec, values: Sequence[Tensor], mesh: Mesh, ledger: Ledger, rest: LaneRest):
         self.spec, self.key, self.column, self.layout = spec, spec.key, spec.column, spec.layout
         self.mesh, self.rest = mesh, rest
-        self.frees, self.updates_whole = spec.frees, spec.updates_whole
+        self.frees, self.updates_whole, self.publishes = spec.frees, spec.updates_whole, spec.publishes
         key = spec.key
         self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
         self.grads = GradLane(spec, mesh, ledger, rest) if key.trainable else None

@@ -40,7 +40,9 @@ class Reducer:
         self.begin([], diverged=False, factor=1.0)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
-        self._riders = [each for each in extensions if type(each).told is not Extension.told]
+        riders = [each for each in extensions if type(each).told is not Extension.told]
+        self._riders = [(each, each.told_count) for each in riders if each.told_count]
+        self._ridden = sum(count for _, count in self._riders)
         self._when_reduced = overriding(extensions, "unit_reduced")
 
     def begin(self, order: list[int], diverged: bool, factor: float) -> None:
@@ -128,7 +130,7 @@ class Reducer:
 
     @property
     def told_count(self) -> int:
-        return 1 + 2 * len(self._units) + len(self._slots) + sum(rider.told_count for rider in self._riders)
+        return 1 + 2 * len(self._units) + len(self._slots) + self._ridden
 
     def told(self) -> list[int]:
         """What ranks must agree on at the end: how far anyone got, what is left (of units that were reduced
@@ -136,7 +138,7 @@ class Reducer:
         pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
         late = [left and unit.index in self.issued for left, unit in zip(pending, self._units)]
         fresh = [left and not again for left, again in zip(pending, late)]
-        ridden = [number for rider in self._riders for number in rider.told()]
+        ridden = [number for rider, _ in self._riders for number in rider.told()]
         had = [slot in self.new or (slot in self._unreduced and _is_held(slot)) for slot in self._slots]
         return [self._next, *late, *fresh, *had, *ridden]
 
@@ -145,8 +147,8 @@ class Reducer:
         largest of what each rank told."""
         self._waits = True
         self._unreduced = set()
-        for rider in reversed(self._riders):
-            begin = len(told) - rider.told_count
+        for rider, count in reversed(self._riders):
+            begin = len(told) - count
             rider.heard(told[begin:])
             told = told[:begin]
         count = len(self._units)

@@ -123,7 +123,7 @@ class Unit:
     @property
     def publishes(self) -> bool:
         """Its update leaves the other ranks' full parameters stale until slices are gathered."""
-        return any(lane.spec.publishes for lane in self.lanes)
+        return any(lane.publishes for lane in self.lanes)
 
     @property
     def present(self) -> bool:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import zeor
-from tests import tiers
-from tests.tiers import CHUNK, left, made, one_step, run
+from tests import offloads
+from tests.offloads import CHUNK, left, made, one_step, run
 from zeor import Offload
 from zeor.access.sharded import state_of
 from zeor.memory import small
@@ -49,7 +49,7 @@ def check_each_step(format: str, options: dict[str, Any]) -> int:
             assert ((found[name, key].double() - value.double()).abs() <= bound).all(), (step, name, key)
             checked += 1
         # A step uses the moments before they are stored, so weights are exact.
-        tiers.same(only_weights(inexact[0]), only_weights(exact[0]), step)
+        offloads.same(only_weights(inexact[0]), only_weights(exact[0]), step)
     return checked
 
 
@@ -106,10 +106,10 @@ def check_other_optimizers(names: list[str]) -> None:
     for name in names:
         for format in ("bf16", "int8"):
             wanted = run(makers[name], stage=3, moments=format)
-            weights = [wanted[key] for key, _ in tiers.net().named_parameters()]
+            weights = [wanted[key] for key, _ in offloads.net().named_parameters()]
             assert all(weight.isfinite().all() for weight in weights), (name, format)
             found = run(makers[name], stage=3, moments=format, offload=Offload(chunk=CHUNK))
-            tiers.same(found, wanted, (name, format))
+            offloads.same(found, wanted, (name, format))
 
 
 def test_every_sort_of_state_can_be_small(ranks):
@@ -118,18 +118,18 @@ def test_every_sort_of_state_can_be_small(ranks):
 
 def check_float64() -> dict[str, Any]:
     torch.manual_seed(0)
-    model = tiers.net().double()
+    model = offloads.net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     zeor.shard(model, optimizer, stage=2, offload=Offload(chunk=CHUNK))
     for _ in range(3):
-        model(torch.ones(2, tiers.WIDTH, dtype=torch.float64)).square().mean().backward()
+        model(torch.ones(2, offloads.WIDTH, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     found = left(model)
-    plain = tiers.net().double()
+    plain = offloads.net().double()
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for _ in range(3):
-        plain(torch.ones(2, tiers.WIDTH, dtype=torch.float64)).square().mean().backward()
+        plain(torch.ones(2, offloads.WIDTH, dtype=torch.float64)).square().mean().backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     for name, param in plain.named_parameters():

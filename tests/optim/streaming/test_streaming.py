@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zeor
-from tests import tiers
-from tests.tiers import CHUNK, adamw, left, made, one_step, run, same
+from tests import offloads
+from tests.offloads import CHUNK, adamw, left, made, one_step, run, same
 from zeor import Offload
 from zeor.access.sharded import state_of
 
@@ -116,7 +116,7 @@ def check_late(path: str | None) -> dict[str, Any]:
     model, (optimizer,) = made(one_group_tensor_lr, stage=3, offload=offload)
     streaming = state_of(model).steppers[0].streaming
     for step in range(3):
-        tiers.loss_of(model, step).backward()
+        offloads.loss_of(model, step).backward()
         changed = threading.Event()
         if streaming is not None:
             streaming._submit(changed.wait)
@@ -166,7 +166,7 @@ class Counting(torch.optim.SGD):
 
 
 def check_refused(options: dict[str, Any]) -> str:
-    model = tiers.net()
+    model = offloads.net()
     with pytest.raises(ValueError) as caught:
         zeor.shard(model, Counting(model.parameters(), lr=0.1), **options)
     return str(caught.value)
@@ -195,7 +195,7 @@ def check_scaler(offload: Offload | None, moments: str, fused: bool) -> dict[str
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for step in range(4):
-        loss = tiers.loss_of(model, step)
+        loss = offloads.loss_of(model, step)
         scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
         if not fused:
             scaler.unscale_(optimizer)
@@ -228,13 +228,13 @@ def check_gradients(offload: Offload | None) -> dict[str, Any]:
     params = dict(model.named_parameters())
     found: dict[str, Any] = {}
     for step in range(3):
-        tiers.loss_of(model, step).backward()
+        offloads.loss_of(model, step).backward()
         found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=1.0 + step).item()
         params["head.weight"].grad.mul_(0.5)
         params["head.bias"].grad = None
         params["blocks.1.up.weight"].grad.clamp_(-1e-3, 1e-3)
         if step == 1:
-            tiers.loss_of(model, 10 + step).backward()
+            offloads.loss_of(model, 10 + step).backward()
         with zeor.full_params(model, grads=True):
             found.update({f"{step} {k}": p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
@@ -263,7 +263,7 @@ def check_failing(path: str, stage: int) -> tuple[list[str], list[str]]:
     model, (optimizer,) = made(stage=stage, precision="bf16", offload=offload)
     one_step(model, [optimizer], 0, "plain")
     left(model)  # nothing is under way
-    tiers.loss_of(model, 1).backward()
+    offloads.loss_of(model, 1).backward()
     written, real = [], os.pwritev
 
     def fails(descriptor: int, parts: Any, position: int) -> int:
@@ -281,7 +281,7 @@ def check_failing(path: str, stage: int) -> tuple[list[str], list[str]]:
         except RuntimeError as error:
             said.append(str(error))
     for call in (
-        lambda: tiers.loss_of(model, 2),
+        lambda: offloads.loss_of(model, 2),
         lambda: zeor.save(f"{path}/checkpoints", model, optimizer, step=1),
         lambda: left(model),
     ):
