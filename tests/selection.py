@@ -21,11 +21,13 @@ SOME: dict[str, dict[str, int]] = {
     "checkpoint/files/test_branches.py": {"test_ranks_and_hosts_agree_on_it": 1},
     "checkpoint/weights/test_export.py": {"test_every_stage_writes_the_plain_models_state_dict": 1},
     "checkpoint/test_faults.py": {"test_whatever_call_fails_the_latest_loads_and_the_run_goes_on": 2},
-    "checkpoint/test_kill.py": {"test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values": 3},
+    "checkpoint/test_faults_elsewhere.py": {"test_whatever_call_fails_there_the_latest_loads_and_the_run_goes_on": 0},
+    "checkpoint/test_kill.py": {"test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values": 1},
     "checkpoint/test_shortened.py": {"test_a_save_from_a_shortened_file_is_one_sentence": 1},
-    "comm/test_frozen.py": {"test_a_rank_that_freezes_or_dies_does_not_hold_the_other": 2},
+    "comm/test_frozen.py": {"test_a_rank_that_freezes_or_dies_does_not_hold_the_other": 1},
     "comm/launch/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
     "comm/test_meeting.py": {"test_a_rank_that_leaves_the_path_is_named_on_every_rank": 12},
+    "examples/test_language.py": {"test_gpt_pretraining_lowers_the_held_out_loss": 0},
     "examples/test_vision.py": {"test_the_mnist_network_learns_at_stage_3": 0},
     "optim/parts/test_counters.py": {"test_counters_move_once_per_step_on_every_rank": 7},
     "optim/test_every_optimizer.py": {"test_it_equals_one_process_at_every_stage": 15},
@@ -53,6 +55,7 @@ SOME: dict[str, dict[str, int]] = {
     "planner/test_budget.py": {"test_without_a_batch_the_device_stays_within_its_budget": 5},
     "planner/test_rests.py": {
         "test_resident_bytes_by_role_and_tier_are_exact": 1, "test_gradients_on_the_device_are_exact": 1,
+        "test_windows_are_as_large_as_planned": 1,
     },
     "features/test_join.py": {
         "test_five_against_seven_batches_equal_plain_pytorch": 2, "test_two_models_in_one_block": 2,
@@ -69,6 +72,7 @@ SOME: dict[str, dict[str, int]] = {
     "step/test_zero_grad.py": {"test_gradients_from_inside_no_sync_can_be_set_to_zero": 5},
     "test_api.py": {"test_500_steps_with_flat_memory": 0},
     "test_documents.py": {"test_it_goes_on_with_another_number_of_ranks_from_the_middle_of_an_epoch": 0},
+    "test_examples.py": {"test_stage3_learns_and_saves_plain_weights": 0},
     "test_import.py": {"test_the_same_script_under_slurms_variables": 0},
     "test_logging.py": {"test_the_users_own_logging_decides_how_it_looks": 0, "test_a_level_silences_it": 0},
     "test_teardown.py": {"test_shard_train_and_let_go_five_times_leaves_nothing": 3},
@@ -77,6 +81,7 @@ SOME: dict[str, dict[str, int]] = {
         "test_a_deepspeed_checkpoint_resumes_with_its_moments": 1,
         "test_a_dcp_checkpoint_of_fsdp2_resumes_at_another_world": 1,
     },
+    "tools/test_train.py": {"test_a_small_run_learns_and_measures": 0},
     "tools/test_interrupt.py": {"test_without_a_folder_ctrl_c_ends_it_with_one_line": 0},
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ def killed(tmp_path: Path, count: int, mode: str) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("mode", MODES)  # of a few kills tests/selection.py takes three
+@pytest.mark.parametrize("mode", MODES)  # of a few kills tests/selection.py takes one mode
 def test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values(tmp_path: Path, mode: str, count: int) -> None:
     report = killed(tmp_path, count, mode)
     assert report["problems"] == []

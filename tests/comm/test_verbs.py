@@ -260,7 +260,7 @@ def test_ranks_at_different_places_are_told_where_the_others_were(ranks: Callabl
 
 
 def test_ranks_at_the_same_place_are_told_that_all_were_there(ranks: Callable[..., list[Any]]) -> None:
-    told = ranks(explained, 2, ["gather of a"] * 2, "Timed out waiting 600000ms")
+    told = ranks(explained, 3, ["gather of a"] * 3, "Timed out waiting 600000ms")  # a group without earlier notes
     assert all("did not complete within 60 s" in text and "all ranks were there" in text for text in told)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 
-from zeor.access.meta import Unfilled
 from zeor.comm.mesh import Mesh
 from zeor.memory import param as parameters
 from zeor.memory.roles import Residency
@@ -29,6 +28,7 @@ from zeor.step.lane import Lane
 from zeor.step.norms import Norms
 from zeor.step.passes import Borrowed
 from zeor.step.stray import StrayReads
+from zeor.step.unfilled import Unfilled
 from zeor.step.unit import Slot
 
 _WRITE_ADVICE = "write to it inside `with zeor.full_params(model, write=True):`"
