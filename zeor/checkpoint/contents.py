@@ -2,7 +2,8 @@
 
 Every rank writes the part of each parameter that lies in its own slice, at every stage, so that each element is
 written once. The same for the optimizers' state; what an owner keeps whole the owner writes. Nothing here knows
-files; nothing is read from a device before a `Source` is asked for it.
+files; nothing is read from a device before a `Source` is asked for it. The list of what a checkpoint contains is
+`collect` in save.py.
 """
 
 from __future__ import annotations

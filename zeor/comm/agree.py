@@ -2,6 +2,8 @@
 
 `shard()` sends one line per thing that must be the same on all ranks (plan, parameters, optimizer
 groups). First only a digest travels; the lines follow when digests differ, to name the first one.
+How ranks see that all are at the same event: meeting.py. That all have called a verb: attendance.py. That all succeed
+or raise: together.py. In which order they gather: step/order.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The rank that gives up leaves a note in the store that the process group was made with, waits a
 moment for the others' notes, and names the ranks that left none: those never reached the operation.
+Ranks at different events are told apart before a collective begins (meeting.py), a rank that does not call a verb for
+all ranks is named by attendance.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The numbers are those of the algorithm each verb uses at its theoretical minimum: what a rank must
 put on the wire for a gather or a reduce of n bytes is n * (world - 1) / world.
+
+What is sent in a step is decided elsewhere: which roles travel by the stage's column (memory/roles.py), when by the
+schedule (step/schedule.py, `zeor schedule` prints it), in which order by step/order.py and step/reduces.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a step does about gradients that hold inf or nan: warn, raise, skip, or nothing.
 
 All ranks come to the same answer, and the first parameter affected is named. Knows gradients and their norms;
-the optimizer asks it once per step, before anything is updated.
+the optimizer asks it once per step, before anything is updated. (GradScaler's own check: `check_and_unscale` in
+step/handle.py.)
 
 Note [What finding out costs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

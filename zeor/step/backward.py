@@ -24,6 +24,7 @@ from zeor.step.norms import Norms
 from zeor.step.order import Walk
 from zeor.step.passes import Borrowed, Passes, inside_backward
 from zeor.step.reduces import Reducer
+from zeor.step.residency import BACKWARD_END, BACKWARD_EXIT
 from zeor.step.schedule import Action
 from zeor.step.unit import Slot, Unit
 
@@ -44,7 +45,6 @@ class Backward:
         self.extend(())
         self._demanded: list[Unit] = []  # by autograd itself, in this backward: see Note [What autograd saves]
         self._left: set[int] = set()  # units that this backward has put away
-        self._again: set[int] = set()  # units that some backward needed again after it had put them away
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         self._checks = overriding(extensions, "check_backward")
@@ -81,7 +81,7 @@ class Backward:
         self.begin()
         if not unit.present:
             if unit.index in self._left:
-                self._again.add(unit.index)
+                self._passes.residents.again.add(unit.index)
             for other in self._demanded:
                 self._leave(other)
             self._demanded = [other for other in self._demanded if other.present and other is not unit]
@@ -124,7 +124,7 @@ class Backward:
         self._sync = sync
         self._demanded, self._left = [], set()
         left, playing = bool(announcer.left), announcer.playing
-        order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.last))
+        order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.residents.last))
         keep_skipped = orders.BACKWARD not in passes.orders.learned and not playing
         self.walk = Walk(passes.gathers, order, keep_skipped, self._reducer.told_count if sync else 0)
         if left and not playing and (sync or passes.gathers.frees):
@@ -228,10 +228,8 @@ class Backward:
 
     def _leave(self, unit: Unit) -> None:
         """Free it, unless part of the unit's backward is still to come."""
-        over = unit.open_calls == 0 and unit.endless_calls == 0 and unit not in self._passes.open
-        if over and unit.frees and not unit.is_root and unit.present and unit.index not in self._again:
+        if unit.present and self._passes.free(unit, BACKWARD_EXIT):
             self._left.add(unit.index)
-            self._passes.free(unit)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -244,15 +242,12 @@ class Backward:
         self._end = None
         assert walk is not None
         passes, reducer, sync = self._passes, self._reducer, self._sync
-        passes.free_repeated()
-        passes.last = None
+        passes.residents.last = None
         self._demanded = []
         for unit in passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
-            if unit in passes.open:
-                continue  # this backward ran inside its forward (a force is the gradient of an energy)
-            if unit.frees and unit.present:
-                passes.free(unit)
+            if unit.present:
+                passes.free(unit, BACKWARD_END)
         passes.ledger.sweep()
         if sync:
             reducer.end(told)

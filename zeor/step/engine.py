@@ -255,8 +255,8 @@ class Engine:
                 self._divide(unit, lane)
             if unit.frees:
                 unit.free()
-        if self.passes.last in [unit.index for unit in units]:
-            self.passes.last = None
+        if self.passes.residents.last in [unit.index for unit in units]:
+            self.passes.residents.last = None
         self.norms.watch(self.slots)
         self.passes.orders.insert(orders.REDUCE, [unit.index for unit in units])
         self.passes.plan_step()

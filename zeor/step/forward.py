@@ -14,6 +14,7 @@ from zeor.step.events import Announcer
 from zeor.step.extension import Extension, overriding
 from zeor.step.order import Walk
 from zeor.step.passes import Passes
+from zeor.step.residency import FORWARD_END
 from zeor.step.schedule import Action
 from zeor.step.unit import Unit
 
@@ -47,16 +48,16 @@ class Forward:
         passes = self._passes
         if unit.is_root:
             self._begin(train, entry)
-        elif self.walk is None and not passes.open:  # called outside the model's forward: every rank does the same
+        elif self.walk is None and not passes.residents.open:  # outside the model's forward: every rank does the same
             if unit.frees or self._meets(train, alone=True):
                 self._announcer.announce(events.OTHER, f"Unit {unit.name!r}, outside the model's forward,")
             for begin in self._begins:
                 begin(train, True)
-        passes.open.append(unit)
+        passes.residents.open.append(unit)
         walk = self.walk
         if walk is not None:
             if unit.index in walk.entered and not unit.present:
-                passes.repeated.add(unit.index)  # from the next step on it stays for the rest of the pass
+                passes.residents.repeated.add(unit.index)  # from the next step on it stays for the rest of the pass
             walk.entered.append(unit.index)
         passes.used.add(unit.index)
         unit.check_places()
@@ -93,12 +94,12 @@ class Forward:
 
     def exit(self, unit: Unit) -> None:
         passes = self._passes
-        if unit in passes.open:
-            passes.open.remove(unit)
+        if unit in passes.residents.open:
+            passes.residents.open.remove(unit)
         passes.do(self._schedule.at(sched.FORWARD_EXIT, unit.index) or self._unplanned_exit(unit), None)
         if unit.is_root:
             self._end()
-        elif self.walk is None and not passes.open:
+        elif self.walk is None and not passes.residents.open:
             passes.free_lone()
 
     def _unplanned_exit(self, unit: Unit) -> tuple[Action, ...]:
@@ -118,10 +119,9 @@ class Forward:
                 passes.learn({self._kind: walk.entered})
         else:
             passes.extend(self._kind, walk.extra)
-        passes.last = self._schedule.stays if self._train else None
-        keep = {0, passes.last} | passes.repeated
+        passes.residents.last = self._schedule.stays if self._train else None
         for unit in passes.units:  # kept, or gathered ahead, in case it was entered
-            if unit.frees and unit.present and unit.index not in keep:
+            if unit.present and passes.residents.may_free(unit, FORWARD_END):
                 unit.free()
         if not self._train:
             passes.free(passes.units[0])

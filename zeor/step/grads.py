@@ -6,6 +6,8 @@ Every backward outside no_sync reduces only its new gradient and adds it to the 
 no_sync the new gradient stays PARTIAL, summed in fp32. That one rule is what makes the stages equal
 in bits. A factor by which the user multiplied (a clip factor, a loss scale) is remembered in `scales`
 and applied in fp32 when the gradient is used. This module knows one lane; the engine orders lanes.
+Where a gradient waits: in the buffer, or put aside while the buffer is sent; then in the sum (running_sum.py), which
+may rest on another tier (resting.py); what needs no reduce waits in direct.py.
 
 Note [Adopted gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~

@@ -18,6 +18,7 @@ from zeor.plan import Plan
 from zeor.step import order as orders
 from zeor.step.gathers import Gathers
 from zeor.step.order import Orders, Walk
+from zeor.step.residency import FORWARD_EXIT, Residents
 from zeor.step.schedule import Action, Schedule, traits_of
 from zeor.step.unit import Unit
 
@@ -49,11 +50,9 @@ class Passes:
         self.forward_walk: Walk | None = None  # while the model's forward runs
         self.orders = Orders(self.mesh, len(self.units))
         self.gathers = Gathers(self.mesh, self.units, self.plan.overlap, self.record, under_way)
-        self.open: list[Unit] = []  # units whose forward is running
+        self.residents = Residents()
         self.lone: list[Unit] = []  # read inside a unit that was called outside the model's forward
         self.used: set[int] = set()  # units entered since the last step
-        self.repeated: set[int] = set()  # units a pass enters more than once
-        self.last: int | None = None  # the unit that the last forward left in place for backward to begin with
         self.diverged = False  # ranks have taken different paths in a forward since the last step
         self.plan_step()
 
@@ -102,14 +101,14 @@ class Passes:
             else:
                 raise AssertionError(f"{action} is no action of a pass")
 
-    def free(self, unit: Unit) -> None:
-        if unit.frees and unit.index not in self.repeated:
+    def free(self, unit: Unit, when: int = FORWARD_EXIT) -> bool:
+        """Whether it went, or stays: see residency.py."""
+        if not self.residents.may_free(unit, when):
+            return False
+        if unit.index not in self.residents.repeated:
             self.record("free", unit.index)
-            unit.free()
-
-    def free_repeated(self) -> None:
-        for index in self.repeated - {unit.index for unit in self.open}:
-            self.units[index].free()
+        unit.free()
+        return True
 
     def free_lone(self) -> None:
         """A unit called outside the model's forward is left."""
@@ -119,17 +118,17 @@ class Passes:
 
     def put_back(self) -> None:
         """After an exception: nothing is gathered."""
-        self.open.clear()
-        self.last = None
+        self.residents.open.clear()
+        self.residents.last = None
         for unit in self.units:
             if unit.frees:
                 unit.free()
 
     def forget_gathered(self) -> None:
         """No unit is in place, and no rank may count on one."""
-        self.last = None
+        self.residents.last = None
 
     def end_step(self) -> None:
         self.used.clear()
-        self.last = None
+        self.residents.last = None
         self.diverged = False

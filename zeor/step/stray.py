@@ -36,7 +36,7 @@ class StrayReads:
         walk = passes.forward_walk
         if walk is not None:
             walk.entered.append(unit.index)
-        elif passes.open:
+        elif passes.residents.open:
             passes.lone.append(unit)  # every rank does the same
         else:
             return False

@@ -1,4 +1,4 @@
-"""Placement: which lanes' state goes to which tier, given what there is room for. Integers only.
+"""Placement with offload="auto": which lanes' state goes to which tier, given what there is room for. Integers only.
 
 The device is filled first, then the host, then the disk. Updates that follow backward all begin together, and forward
 needs their results one after the other: the last lanes have the most time to travel, so these are the ones that rest

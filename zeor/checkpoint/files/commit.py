@@ -11,6 +11,8 @@
 2. Every file that the manifest lists is there in its size. One rename makes all of it visible under its final name.
    Before it there is nothing, after it everything.
 3. Old ones (branches.py says which) are hidden by a rename before anything in them is deleted.
+That is for folders. At a URL (store.py) a checkpoint is complete when its manifest, written last, is there; without a
+shared disk every host commits its own folder (per_host.py).
 A step saved again gets a suffix (`step-000000000100.1`): nothing is ever replaced in place. Where another job takes the
 name first, the next suffix is taken.
 """
