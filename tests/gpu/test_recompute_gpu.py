@@ -98,7 +98,7 @@ def test_the_bits_are_those_without(options):
 @contextmanager
 def slow(direction):
     """Every copy waits some milliseconds on its stream first."""
-    plain = activations.Away._copy
+    plain = activations.Shelved._copy
 
     def copy(self, into, source):
         if (into.device.type == "cpu") == (direction == "out"):
@@ -106,11 +106,11 @@ def slow(direction):
                 torch.cuda._sleep(10_000_000)
         plain(self, into, source)
 
-    activations.Away._copy = copy
+    activations.Shelved._copy = copy
     try:
         yield
     finally:
-        activations.Away._copy = plain
+        activations.Shelved._copy = plain
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])

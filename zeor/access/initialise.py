@@ -148,11 +148,10 @@ class _Run:
 
     def __init__(self, engine: Engine, model: nn.Module, missing_only: bool):
         self.mesh, self.slots, self.unfilled, self.model = engine.mesh, engine.slots, engine.unfilled, model
-        absent = set(engine.unfilled.slots)
-        self.wanted = absent if missing_only else set(engine.slots)
-        self.values = _Values(engine.slots, set(engine.slots) - self.wanted)
+        self.wanted = set(self.unfilled.slots if missing_only else self.slots)
+        self.values = _Values(self.slots, set(self.slots) - self.wanted)
         self.buffers: dict[BufferPlace, tuple[Tensor, Tensor, int]] = {}  # place: (meta, blank, version)
-        places = {(buffer.module, buffer.attr) for buffer in engine.unfilled.meta_buffers()}
+        places = {(buffer.module, buffer.attr) for buffer in self.unfilled.meta_buffers()}
         self.meta_buffers = [buffer for buffer in named_buffers(model) if (buffer.module, buffer.attr) in places]
 
     def concerns(self, module: nn.Module, slots: dict[int, Slot]) -> bool:

@@ -1,6 +1,6 @@
 """Inputs of recomputed units, in host memory between forward and backward: `zeor.shard(..., recompute="offload")`.
 
-`Kept` holds the arguments of one call; large floating tensors among them become `Away`s, whose values lie in memory
+`Kept` holds the arguments of one call; large floating tensors among them become `Shelved`s, whose values lie in memory
 cut from the `Shelf`'s blocks (pinned where there is an accelerator). On a CPU the same code runs with plain copies.
 
 Note [To the host and back]
@@ -12,7 +12,7 @@ All copies are queued on one side stream; the host waits for none.
 2. Back: device memory is taken on the compute stream, the side stream waits for that stream (last reader of the memory
    -> copy) and copies -> event; the compute stream waits for it where the input is used. When a call's recomputation
    begins, the copy of the call before it is started. An input that is still held is used as it is.
-3. A block's part is given back when nothing can ask for it again, that is when its `Away` dies with the graph: after
+3. A block's part is given back when nothing can ask for it again, that is when its `Shelved` dies with the graph: after
    backward, when a loss is dropped, after an exception. Copies into and out of a part are ordered by the one stream.
 """
 
@@ -57,7 +57,7 @@ class Shelf:
         self.blocks: list[Tensor] = []
         self.given: deque[tuple[int, int, int]] = deque()
         self._free: list[list[tuple[int, int]]] = []  # by block, sorted ranges
-        self._recent: deque[list[weakref.ref[Away]]] = deque()  # by call: inputs that may still be held
+        self._recent: deque[list[weakref.ref[Shelved]]] = deque()  # by call: inputs that may still be held
         self.calls: list[weakref.ref[Sent]] = []  # in the order of forward
         self._seen: dict[int, StorageWeakRef] = {}  # memory that some living call has sent away
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
@@ -171,7 +171,7 @@ class Shelf:
             yield self._stream.record_event
 
 
-class Away:
+class Shelved:
     """One tensor's values on the host."""
 
     def __init__(self, shelf: Shelf, tensor: Tensor):
@@ -243,13 +243,13 @@ class Sent:
 
     def __init__(self, shelf: Shelf):
         self._shelf = shelf
-        self.aways: list[Away] = []
+        self.aways: list[Shelved] = []
 
     def send(self, value: Any) -> Any:
-        """An Away in the place of a tensor that the shelf takes; anything else as it is."""
+        """An Shelved in the place of a tensor that the shelf takes; anything else as it is."""
         if not self._shelf.takes(value):
             return value
-        self.aways.append(Away(self._shelf, value))
+        self.aways.append(Shelved(self._shelf, value))
         return self.aways[-1]
 
     @_disable_dynamo
@@ -297,7 +297,7 @@ class Kept(Sent):
             return first
         self.begin_backward()
         here = {away: away.fetch() for away in self.aways}
-        return tree_map(lambda value: here[value] if isinstance(value, Away) else value, self._arguments)
+        return tree_map(lambda value: here[value] if isinstance(value, Shelved) else value, self._arguments)
 
 
 class Packed(Sent):
@@ -319,7 +319,7 @@ class Packed(Sent):
 
     @_disable_dynamo
     def _unpack(self, value: Any) -> Any:
-        if not isinstance(value, Away):
+        if not isinstance(value, Shelved):
             return value
         if not self._begun:
             self._begun = True

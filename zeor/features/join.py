@@ -38,14 +38,14 @@ from zeor.features.settings import Settings
 from zeor.memory.view import Held
 from zeor.step import events
 from zeor.step.engine import Engine
-from zeor.step.events import Announcer, Block
+from zeor.step.events import Announcer, OpenJoin
 
 OnStep = Callable[[], Any] | Mapping[Optimizer, Callable[[], Any]] | None
 
 NOBODY, LEFT, FAILED, FIRST_EVENT = range(4)
 
 
-class Join(Block):
+class Join(OpenJoin):
     def __init__(self, engines: Sequence[Engine], on_step: OnStep):
         self._engines, self._on_step = list(engines), on_step
         self._mesh = engines[0].mesh

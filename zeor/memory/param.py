@@ -44,7 +44,7 @@ _native = torch._C.DisableTorchFunctionSubclass
 _ATTRIBUTE = "_zeor_held"
 
 
-class Sharded:
+class ShardedParam:
     """What both classes of parameters answer by themselves. See Note [One object]."""
 
     @property
@@ -124,7 +124,7 @@ class Sharded:
         )
 
 
-class Whole(Sharded, nn.Parameter):
+class Whole(ShardedParam, nn.Parameter):
     """A parameter whose bytes are here: every operation is torch's own."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -132,7 +132,7 @@ class Whole(Sharded, nn.Parameter):
         return f"Parameter containing:\n{alias!r}"
 
 
-class Away(Sharded, nn.Parameter):
+class Away(ShardedParam, nn.Parameter):
     """A parameter whose bytes are not here, or not yet: metadata, and a read that brings them or refuses."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -193,7 +193,7 @@ def classes_of(kind: type) -> tuple[type, type]:
     if kind is nn.Parameter:
         return Whole, Away
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    whole = type(kind.__name__, (Sharded, kind), names)
+    whole = type(kind.__name__, (ShardedParam, kind), names)
     away = type(kind.__name__, (Away, kind), {**names, "__torch_function__": Away.__torch_function__})
     return whole, away
 
@@ -214,7 +214,7 @@ def hand_to(param: nn.Parameter, held: Held | None) -> None:
 
 def own_dtype(tensor: Tensor) -> torch.dtype:
     """As the user gave it: a sharded parameter has the dtype that it computes in."""
-    held = held_of(tensor) if isinstance(tensor, Sharded) else None
+    held = held_of(tensor) if isinstance(tensor, ShardedParam) else None
     return tensor.dtype if held is None else held.dtype
 
 
@@ -244,7 +244,7 @@ def when_accumulated(param: nn.Parameter, hook: Callable) -> Any:
 
 
 def is_sharded(param: Any) -> bool:
-    return isinstance(param, Sharded)
+    return isinstance(param, ShardedParam)
 
 
 @torch.no_grad()

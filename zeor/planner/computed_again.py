@@ -32,8 +32,8 @@ class Again:
         self._offloads = asks_offload(wanted)
         self.sent: list[int] = []
         self._seen: dict[int, StorageWeakRef] = {}
-        self._calls: list[_Call] = []
-        self._recent: deque[_Call] = deque()
+        self._calls: list[_AgainCall] = []
+        self._recent: deque[_AgainCall] = deque()
         self._before: list[tuple[nn.Module, Any]] = []
 
     def __enter__(self) -> Again:
@@ -54,12 +54,12 @@ class Again:
         if module.training:
             args, kwargs = _without_caches(args, kwargs)
         if self._offloads:
-            return self._offloaded(forward, _Call(self, (args, kwargs)))
+            return self._offloaded(forward, _AgainCall(self, (args, kwargs)))
         marker = torch.empty(0, device="meta")
         return checkpoint(lambda _, *given: forward(*given, **kwargs), marker, *args, use_reentrant=False)
 
     @staticmethod
-    def _offloaded(forward: Callable, call: _Call) -> Any:
+    def _offloaded(forward: Callable, call: _AgainCall) -> Any:
         def again(_: Tensor) -> Any:
             args, kwargs = call.inputs()
             return forward(*args, **kwargs)
@@ -80,17 +80,17 @@ class Again:
         self._seen[storage._cdata] = StorageWeakRef(storage)
         return True
 
-    def note(self, call: _Call) -> None:
+    def note(self, call: _AgainCall) -> None:
         self._calls.append(call)
         self._recent.append(call)
         if len(self._recent) > HELD_CALLS:
             self._recent.popleft().let_go()
 
-    def before(self, call: _Call) -> _Call | None:
+    def before(self, call: _AgainCall) -> _AgainCall | None:
         place = self._calls.index(call)
         return self._calls[place - 1] if place else None
 
-    def done(self, call: _Call) -> None:
+    def done(self, call: _AgainCall) -> None:
         if call in self._recent:
             self._recent.remove(call)
 
@@ -112,7 +112,7 @@ class _Away:
         return here.requires_grad_(self._needs_grad)
 
 
-class _Call:
+class _AgainCall:
     """The arguments of one call, for its forward and for its recomputation."""
 
     def __init__(self, again: Again, arguments: Any):

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from zeor.comm.agree import exchange
-from zeor.memory.roles import Residency
+from zeor.memory.roles import STAGES, Residency
 from zeor.optim.streaming.moments import moment_count, moment_itemsize
-from zeor.plan import Share
+from zeor.plan import Plan, Share
 from zeor.spec.keys import lane_key, small_numel
 from zeor.step.engine import Engine
 from zeor.step.unit import Slot
@@ -26,8 +26,9 @@ from zeor.tiers.master import master_itemsize
 
 def check_disk(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> None:
     """Raises on every rank."""
-    offload = engine.plan.offload
-    if offload is None or not offload.uses_disk or engine.mesh.fake:
+    plan, mesh = engine.plan, engine.mesh
+    offload = plan.offload
+    if offload is None or not offload.uses_disk or mesh.fake:
         return
     refused, place, free = "", "", 0
     try:
@@ -36,8 +37,8 @@ def check_disk(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optim
         free = free_disk_nbytes(folder)
     except (RuntimeError, OSError) as error:
         refused = str(error)
-    need = needed_nbytes(engine, slots, optimizers)
-    everyone = exchange(engine.mesh, [refused, place, need, free], "check of the offload folder")
+    need = needed_nbytes(plan, mesh.world, slots, optimizers)
+    everyone = exchange(mesh, [refused, place, need, free], "check of the offload folder")
     if refused:
         raise RuntimeError(refused)
     for rank, (theirs, *_) in enumerate(everyone):
@@ -54,9 +55,9 @@ def check_disk(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optim
             )
 
 
-def needed_nbytes(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> int:
+def needed_nbytes(plan: Plan, world: int, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> int:
     """What this rank will keep on disk, but for padding."""
-    plan, world, column = engine.plan, engine.mesh.world, engine.column
+    column = STAGES[plan.stage]
     assert plan.offload is not None
     count = max((moment_count(each) for each in optimizers), default=0)
     compute, master, grads, moments = (

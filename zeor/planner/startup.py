@@ -12,31 +12,35 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeor.comm.mesh import Mesh
 from zeor.memory import device as devices
 from zeor.optim.kernels.registry import why_not
 from zeor.optim.streaming.moments import MOMENTS, moment_count
+from zeor.plan import Plan
 from zeor.planner.bytes import predict
 from zeor.step.engine import Engine
+from zeor.step.unit import Unit
 
 log = logging.getLogger("zeor")
 
 
 def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer], note: str = "") -> None:
     """`note`: what else the user should hear of where it runs."""
-    if engine.mesh.rank != 0:
+    mesh, plan, units, slots = engine.mesh, engine.plan, engine.units, engine.slots
+    if mesh.rank != 0:
         return
     make_visible()
-    numel = sum(slot.param.numel() for slot in engine.slots)
-    frozen = sum(slot.param.numel() for slot in engine.slots if slot.lane.grads is None)
-    where = f"{engine.mesh.world} rank(s), {devices.describe(engine.mesh.device)}, {engine.mesh.backend}"
-    log.info("stage %d on %s, torch %s%s", engine.plan.stage, where, torch.__version__, note and f"; {note}")
+    numel = sum(slot.param.numel() for slot in slots)
+    frozen = sum(slot.param.numel() for slot in slots if slot.lane.grads is None)
+    where = f"{mesh.world} rank(s), {devices.describe(mesh.device)}, {mesh.backend}"
+    log.info("stage %d on %s, torch %s%s", plan.stage, where, torch.__version__, note and f"; {note}")
     log.info(
         "%s parameters%s in %d units; compute/reduce/master %s",
-        f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(engine.units), _dtypes(engine),
+        f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(units), _dtypes(units),
     )  # fmt: skip
-    log.info("per rank: %s", _bytes(model, engine, optimizers))
+    log.info("per rank: %s", _bytes(model, plan, mesh, units, optimizers))
     for optimizer in optimizers[:1]:
-        reason, name = why_not(optimizer, engine.mesh.device, engine.plan.kernel), type(optimizer).__name__
+        reason, name = why_not(optimizer, mesh.device, plan.kernel), type(optimizer).__name__
         log.info("%s by %s", name, f"torch's own step ({reason})" if reason else "zeor's one-pass kernel")
 
 
@@ -58,26 +62,25 @@ class _Formatter(logging.Formatter):
         return "zeor: " + super().format(record).removeprefix("zeor: ")
 
 
-def _dtypes(engine: Engine) -> str:
-    keys = {lane.key for unit in engine.units for lane in unit.lanes}
+def _dtypes(units: list[Unit]) -> str:
+    keys = {lane.key for unit in units for lane in unit.lanes}
     triples = {(k.compute_dtype, k.reduce_dtype, k.master_dtype) for k in keys}
     return "; ".join("/".join(str(d).removeprefix("torch.") for d in t) for t in sorted(triples, key=str))
 
 
-def _bytes(model: nn.Module, engine: Engine, optimizers: list[Optimizer]) -> str:
+def _bytes(model: nn.Module, plan: Plan, mesh: Mesh, units: list[Unit], optimizers: list[Optimizer]) -> str:
     """Predicted bytes by role, and by tier where there are several; moments only where the planner knows the
     optimizer."""
-    plan = engine.plan
     automatic = plan.offload is not None and plan.offload.auto
     predicted = predict(
         model,
-        world=engine.mesh.world,
+        world=mesh.world,
         stage=plan.stage,
         precision=plan.precision,
         optimizer=_optimizer(optimizers),
-        units=[unit.module for unit in engine.units[1:] if unit.module is not None],
+        units=[unit.module for unit in units[1:] if unit.module is not None],
         prefetch=plan.prefetch,
-        native_reduce=engine.mesh.native_reduce and engine.mesh.device.type != "cpu",
+        native_reduce=mesh.native_reduce and mesh.device.type != "cpu",
         offload=None if automatic else plan.offload,
         moments=plan.moments,
         release=plan.release,

@@ -40,7 +40,7 @@ NEEDS_NO_DETAIL = (TRAIN, EVAL, AGREEMENT)
 DROP, SCALE = "drop", "scale"
 
 
-class Block:
+class OpenJoin:
     """An open `zeor.join`, as the parts of an engine see it; join.py implements it."""
 
     ranks: list[int]  # that take part, in the default process group
@@ -67,7 +67,7 @@ class Block:
         raise NotImplementedError
 
 
-open_joins: list[Block] = []
+open_joins: list[OpenJoin] = []
 
 
 class Announcer:
@@ -75,7 +75,7 @@ class Announcer:
 
     def __init__(self, mesh: Mesh, number: int):
         self._mesh, self._number = mesh, number  # number: the same on every rank for the same model
-        self.block: Block | None = None  # inside zeor.join
+        self.block: OpenJoin | None = None  # inside zeor.join
 
     @property
     def playing(self) -> bool:

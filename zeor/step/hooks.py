@@ -34,9 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeor.memory.device import autocast_on
-from zeor.memory.param import Sharded, when_accumulated
+from zeor.memory.param import ShardedParam, when_accumulated
 from zeor.model import added
 from zeor.step import saved
+from zeor.step.backward import Backward
 from zeor.step.casts import Casts
 from zeor.step.engine import Engine
 from zeor.step.entries import Entry
@@ -51,15 +52,15 @@ class Call:
     Note [What a hook on a graph may hold]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Python's collector does not see through autograd's nodes: what reaches its own node again is never freed.
-    1. No model: it may keep a tensor of the graph itself (an auxiliary loss as attribute). So a call knows its engine
-       by a weak reference.
+    1. No model: it may keep a tensor of the graph itself (an auxiliary loss as attribute). So a call knows its unit and
+       the backward by weak references.
     2. No node that is computed from its own. So the hooks on inputs count and hold no node. How many of them this
        backward will reach is asked by the hooks on outputs, which hold the inputs' nodes: the way the graph goes
        anyway. (torch.autograd.graph.register_multi_grad_hook holds all nodes from each.)
     """
 
-    def __init__(self, engine: Engine, unit: Unit, inputs: int):
-        self._engine, self._unit = weakref.ref(engine), unit.index
+    def __init__(self, backward: Backward, unit: Unit, inputs: int):
+        self._backward, self._unit = weakref.ref(backward), weakref.ref(unit)
         self._is_open, self._closes = False, inputs > 0
         self.inputs: set[int] = set()  # ids of the tensors whose memory it was handed
         self._expected, self._arrived = inputs, 0  # inputs whose gradients this backward computes; those that came
@@ -79,10 +80,9 @@ class Call:
             base.register_hook(lambda grad: None if self._is_open else self.open(ends))
 
     def open(self, ends: Sequence[Any] = ()) -> None:
-        engine = self._engine()
-        if engine is None:
+        backward, unit = self._backward(), self._unit()
+        if backward is None or unit is None:
             return
-        unit = engine.units[self._unit]
         if not self._is_open:
             self._is_open, self._arrived = True, 0
             if len(ends) > 1:
@@ -90,19 +90,18 @@ class Call:
                 self._closes = self._expected > 0
             unit.open_calls += self._closes
             unit.endless_calls += not self._closes
-        engine.backward.enter(unit)
+        backward.enter(unit)
 
     def arrive(self) -> None:
         """The gradient of an input is there."""
         self._arrived += 1
-        engine = self._engine()
-        if self._arrived < self._expected or engine is None:
+        backward, unit = self._backward(), self._unit()
+        if self._arrived < self._expected or backward is None or unit is None:
             return
-        unit = engine.units[self._unit]
         if self._is_open:
             self._is_open = False
             unit.open_calls -= self._closes
-        engine.backward.exit(unit)
+        backward.exit(unit)
 
 
 _Begun = tuple[Call, list[Any]]  # and the nodes of its inputs
@@ -113,13 +112,15 @@ class Hooks:
     none, so that they run, copy and pickle as plain ones."""
 
     def __init__(self, engine: Engine, entries: Sequence[Entry] = ()):
-        self._engine, self._handles = engine, []
+        self._forward, self._backward, self._passes = engine.forward, engine.backward, engine.passes
+        self._units, self._slots, self._mesh, self._plan = engine.units, engine.slots, engine.mesh, engine.plan
+        self._handles: list[Any] = []
         self._calls: list[_Begun | None] = []  # of the units whose forward is running; None: without gradients
         self._warned_autocast = False
         self._paused: list[tuple[MutableMapping, Any, Any]] = []
         self._methods: list[tuple[dict[str, Any], str]] = []  # where a method of the user's was put behind another
         self._entry: Entry | None = None  # the method beside forward that is running
-        for unit in engine.units:
+        for unit in self._units:
             self._add_module_hooks(unit)
         for entry in entries:
             self._add_entry(entry)
@@ -127,10 +128,10 @@ class Hooks:
         self._guard_conversions()
         self._leave_rnn_weights()
         self._pauses, self._resumes = overriding(engine.extensions, "pause"), overriding(engine.extensions, "resume")
-        self._param_handles = [collect_from(slot, engine) for slot in engine.slots if slot.lane.grads is not None]
+        self._param_handles = [collect_from(slot, self._backward) for slot in self._slots if slot.lane.grads]
         self._casts: list[Casts] = []  # of the model's forwards that are running
         self._saving: Unit | None = None  # the unit in whose forward our hooks for saved tensors are on
-        holders = {module for slot in engine.slots for module, _ in slot.owners}
+        holders = {module for slot in self._slots for module, _ in slot.owners}
         for module in holders:
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
 
@@ -145,7 +146,7 @@ class Hooks:
 
     def thawed(self, slots: Sequence[Slot]) -> None:
         """These parameters begin to train: see freezing.py."""
-        self._param_handles += [collect_from(slot, self._engine) for slot in slots]
+        self._param_handles += [collect_from(slot, self._backward) for slot in slots]
 
     def pause(self) -> None:
         added.ignore(self._model)
@@ -199,7 +200,7 @@ class Hooks:
     # ---- what autograd saves: see saved.py
 
     def _start_saving(self, unit: Unit) -> None:
-        if self._saving is None and torch.is_grad_enabled() and self._engine.passes.gathers.frees and saved.begin():
+        if self._saving is None and torch.is_grad_enabled() and self._passes.gathers.frees and saved.begin():
             self._saving = unit
 
     def _stop_saving(self, unit: Unit) -> None:
@@ -209,7 +210,7 @@ class Hooks:
 
     @property
     def _model(self) -> nn.Module:
-        model = self._engine.units[0].module
+        model = self._units[0].module
         assert model is not None
         return model
 
@@ -226,7 +227,7 @@ class Hooks:
         plain = model._apply
 
         def apply(fn: Callable, recurse: bool = True) -> nn.Module:
-            for slot in self._engine.slots:
+            for slot in self._slots:
                 like = torch.empty(0, dtype=slot.param.dtype, device=slot.param.device)
                 made = fn(like)
                 if made.dtype != like.dtype or made.device != like.device:
@@ -241,7 +242,7 @@ class Hooks:
 
     def _leave_rnn_weights(self) -> None:
         """Recurrent layers would lay their weights into memory of their own."""
-        for module in dict.fromkeys(module for slot in self._engine.slots for module, _ in slot.owners):
+        for module in dict.fromkeys(module for slot in self._slots for module, _ in slot.owners):
             if isinstance(module, nn.RNNBase):
                 self._put_method(module, "flatten_parameters", lambda: None)
 
@@ -286,32 +287,31 @@ class Hooks:
 
     def _open_entry(self, entry: Entry, args: tuple, kwargs: dict) -> tuple | None:
         """Begin a pass; nothing where one is under way, of which the entry is then a part."""
-        if inside_backward() or self._entry is not None or self._engine.forward.walk is not None:
+        if inside_backward() or self._entry is not None or self._forward.walk is not None:
             return None
-        prepared = self._before_forward(self._engine.units[0], args, kwargs, entry.name)
+        prepared = self._before_forward(self._units[0], args, kwargs, entry.name)
         self._entry = entry
         return prepared
 
     def _close_entry(self, output: Any) -> Any:
         self._entry = None
-        return self._after_forward(self._engine.units[0], output)
+        return self._after_forward(self._units[0], output)
 
     def _leave_entry(self) -> None:
         self._entry = None
-        self._stop_saving(self._engine.units[0])
+        self._stop_saving(self._units[0])
         self._recover()
 
     # ---- forward
 
     def _before_forward(self, unit: Unit, args: tuple, kwargs: dict, entry: str = "") -> tuple | None:
-        engine = self._engine
         if unit.is_root and self._entry is not None:
             return None  # forward called by another entry: part of that one's pass
         if inside_backward():
             self._before_recompute(unit, args, kwargs)
             return self._prepare_root(args, kwargs) if unit.is_root else None
         grad = torch.is_grad_enabled()
-        if engine.mesh.world > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._mesh.world > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
                 f"Unit {unit.name!r} was called inside a transform of torch.func (grad, vmap, jacrev, ...), where "
                 "ranks cannot exchange parameters; use `with zeor.full_params(model):` around it, or torch.autograd."
@@ -319,8 +319,8 @@ class Hooks:
         if unit.is_root and DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp()
         if unit.is_root and grad:
-            engine.forward.saw_input((args, kwargs))
-        engine.forward.enter(unit, grad, entry)
+            self._forward.saw_input((args, kwargs))
+        self._forward.enter(unit, grad, entry)
         aliases: list[Tensor] = []
         if unit.is_root:
             args, kwargs = self._prepare_root(args, kwargs)
@@ -332,7 +332,7 @@ class Hooks:
 
     def _begin_call(self, unit: Unit, aliases: list[Tensor], inputs: list[Tensor]) -> _Begun:
         unit.hooked_calls += 1
-        call = Call(self._engine, unit, len(aliases))
+        call = Call(self._backward, unit, len(aliases))
         call.inputs = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
         call.hear(aliases)
         return call, [tensor.grad_fn for tensor in aliases]
@@ -345,11 +345,10 @@ class Hooks:
             self._casts.pop().give_back()
         if inside_backward():
             return output
-        engine = self._engine
         begun = self._calls.pop() if self._calls else None
         if unit.is_root and unit.frees:
             output = _readable(output)
-        engine.forward.exit(unit)
+        self._forward.exit(unit)
         if begun is not None:
             call, ends = begun
             for tensor in _needing_grad(output):
@@ -360,15 +359,14 @@ class Hooks:
         """The root's forward has ended: where it raised, the hooks after the units' forwards did not run."""
         self._calls.clear()
         self._casts.clear()
-        self._engine.forward.recover()
+        self._forward.recover()
 
     def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
         """See Note [When a unit's backward is over]."""
-        engine = self._engine
-        engine.backward.enter(unit)
+        self._backward.enter(unit)
         if unit.hooked_calls == 0 and not unit.is_root and torch.is_grad_enabled():
             inputs = _needing_grad((args, kwargs))
-            call = Call(engine, unit, len(inputs))
+            call = Call(self._backward, unit, len(inputs))
             call.hear(inputs)
             call.open()
 
@@ -376,7 +374,7 @@ class Hooks:
 
     def _prepare_root(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self._warn_autocast()
-        compute, device = self._engine.plan.precision.compute, self._engine.mesh.device
+        compute, device = self._plan.precision.compute, self._mesh.device
         if compute is None and device.type == "cpu":
             return args, kwargs
         casts = Casts(compute, device)
@@ -392,8 +390,7 @@ class Hooks:
             )
 
     def _warn_autocast(self) -> None:
-        engine = self._engine
-        if self._warned_autocast or not autocast_on(engine.mesh.device) or not any(u.frees for u in engine.units):
+        if self._warned_autocast or not autocast_on(self._mesh.device) or not any(u.frees for u in self._units):
             return
         self._warned_autocast = True
         warnings.warn(
@@ -413,16 +410,16 @@ class Hooks:
             )
 
 
-def collect_from(slot: Slot, engine: Engine) -> Any:
-    """Hand every gradient autograd accumulates into the parameter to the engine, unless the parameter is shown as a
+def collect_from(slot: Slot, backward: Backward) -> Any:
+    """Hand every gradient autograd accumulates into the parameter to `backward`, unless the parameter is shown as a
     plain one."""
     # Weak: autograd's hooks are not seen by Python's collector, and a slot reaches its own parameter.
-    ref, engine_ref = weakref.ref(slot), weakref.ref(engine)
+    ref, backward_ref = weakref.ref(slot), weakref.ref(backward)
 
     def hook(param: Tensor) -> None:
-        owner, its_engine = ref(), engine_ref()
-        if owner is not None and its_engine is not None and owner.bound:
-            its_engine.backward.collect(owner)
+        owner, taker = ref(), backward_ref()
+        if owner is not None and taker is not None and owner.bound:
+            taker.collect(owner)
 
     return when_accumulated(slot.param, hook)
 
@@ -449,7 +446,7 @@ def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
 def _readable(output: Any) -> Any:
     """The model's output with a tensor in the place of each parameter: the parameter itself cannot be read outside,
     where its memory is given back, and a tensor over it holds the memory."""
-    if not any(isinstance(leaf, Sharded) for leaf in tree_leaves(output)):
+    if not any(isinstance(leaf, ShardedParam) for leaf in tree_leaves(output)):
         return output
     return tree_map_only(nn.Parameter, lambda param: param.view_as(param), output)
 

@@ -6,7 +6,7 @@ Where parameters are freed between uses, backward needs a unit when a node reads
 time. Which output led there (a loss kept as an attribute, a hook's activations, any container) does not matter.
 
 1. While a forward runs, torch's hooks for saved tensors are ours. A tensor over a unit's memory (the parameter, its
-   transpose, any view) is saved as a `Handle`: which buffer, which part of it, which version. Anything else is saved
+   transpose, any view) is saved as a `SavedRef`: which buffer, which part of it, which version. Anything else is saved
    as it is. Where hooks of another's are on top (checkpointing's, save_on_cpu's) they see everything, as
    without zeor: a checkpoint counts what is saved, in a forward that may begin before or after ours did.
 2. Reading a handle in backward demands the unit: it is gathered by the walk of that backward (order.py), if the
@@ -36,7 +36,7 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-
 _enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
-class Handle(tuple):
+class SavedRef(tuple):
     """(buffer, size, stride, offset, version): a part of a unit's memory, for as long as a graph lives. It holds
     none of it."""
 
@@ -56,7 +56,7 @@ class Handle(tuple):
         return param.detach().as_strided(size, stride, offset)  # type: ignore[no-any-return]
 
 
-def handle(tensor: Tensor) -> Handle | None:
+def handle(tensor: Tensor) -> SavedRef | None:
     """For a tensor over memory that is freed between uses; None for any other."""
     try:
         ref = _buffer_of(tensor.untyped_storage()._cdata)
@@ -67,7 +67,7 @@ def handle(tensor: Tensor) -> Handle | None:
         return None
     if tensor.dtype is not buffer.flat.dtype:
         return None  # a view of other bits: it holds the memory
-    return tuple.__new__(Handle, (buffer, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor._version))
+    return tuple.__new__(SavedRef, (buffer, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor._version))
 
 
 def _pack(tensor: Tensor) -> Any:
@@ -76,7 +76,7 @@ def _pack(tensor: Tensor) -> Any:
 
 
 def _unpack(saved: Any) -> Tensor:
-    if type(saved) is Handle:
+    if type(saved) is SavedRef:
         return saved.tensor()
     tensor, version = saved
     if tensor._version != version:
