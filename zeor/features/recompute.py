@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from zeor.features.activations import Kept, Packed, Shelf
 from zeor.model.compiled import unwrapped
 from zeor.step.extension import Extension
-from zeor.step.stray import inside_backward
+from zeor.step.passes import inside_backward
 from zeor.step.unit import Unit
 
 # Attributes of a chosen module: the Recompute it belongs to, and a forward of its own that is not its class's.

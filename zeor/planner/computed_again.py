@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from zeor.features.activations import BLOCK_NBYTES, HELD_CALLS, LEAST_NBYTES, MOST_NBYTES
 from zeor.features.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
 from zeor.model.discover import UnitSpec
-from zeor.step.stray import inside_backward
+from zeor.step.passes import inside_backward
 
 
 class Again:
