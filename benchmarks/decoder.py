@@ -34,6 +34,7 @@ class Shape:
 SIZES: dict[str, Shape] = {
     "tiny": Shape(2, 64, 2, vocabulary=256, positions=64),
     "36.7M": Shape(8, 512, 8, vocabulary=8_192),
+    "wide": Shape(4, 1_024, 16, vocabulary=8_192),  # as many parameters a layer as a larger model, few layers
     "125M": Shape(12, 768, 12),
     "1.3B": Shape(24, 2048, 16),
     "3B": Shape(26, 3072, 24),

@@ -74,48 +74,21 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer
     optimizer = adamw(model, options.lr)
     device = f"cuda:{torch.cuda.current_device()}" if options.device == "cuda" else "cpu"
     zeor.shard(model, optimizer, stage=options.stage, precision="bf16", device=device, **options.extra)
-    fill(zeor, model, options)
+    fill(zeor, model)
     return model, optimizer, predicted
 
 
-def fill(zeor: Any, model: nn.Module, options: argparse.Namespace) -> None:
-    """Norms at one, matrices normal with deviation 0.02, as Decoder.init_weights does.
-
-    zeor.init_parameters draws on the host from one stream, which is the same on every device and takes minutes for 20B;
-    --init device draws each parameter on the device and stores it as zeor.init_parameters does.
-    """
-    if options.init == "device":
-        fill_on_device(model, options)
-        return
+def fill(zeor: Any, model: nn.Module) -> None:
+    """Norms at one, matrices normal with deviation 0.02, as Decoder.init_weights does."""
 
     def start(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
-            start_value(parameter)
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02)
 
-    for module in model.modules():
-        if list(module.parameters(recurse=False)):
-            module.reset_parameters = lambda: None  # type: ignore[assignment]  # what follows overwrites it
     zeor.init_parameters(model, seed=0, init=start)
-
-
-def start_value(parameter: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    if parameter.ndim == 1:
-        return parameter.fill_(1.0)
-    return parameter.normal_(0.0, 0.02, generator=generator)
-
-
-@torch.no_grad()
-def fill_on_device(model: nn.Module, options: argparse.Namespace) -> None:
-    from zeor.access.sharded import state_of
-
-    engine = state_of(model).engine
-    engine.drain()
-    generator = torch.Generator(device=options.device).manual_seed(0)
-    for slot in engine.slots:
-        value = torch.empty(slot.shape, dtype=slot.dtype, device=options.device)
-        slot.lane.store(slot.index, start_value(value, generator))
-        engine.unfilled.slots.pop(slot, None)
-        del value
 
 
 def predict(zeor: Any, model: nn.Module, options: argparse.Namespace) -> dict[str, Any] | None:
@@ -326,7 +299,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--evaluate", type=int, default=0, help="batches of held-out text after the run")
     parser.add_argument("--no-recompute", action="store_true", help="leave recomputation to zeor (recompute=)")
     parser.add_argument("--chunked-loss", action="store_true", help="zeor.chunked_cross_entropy")
-    parser.add_argument("--init", default="device", choices=["device", "zeor"], help="who draws the first values")
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels: equal bits are meant")
     parser.add_argument("--checksum", action="store_true", help="hash every parameter's exact value after the run")
     parser.add_argument("--expandable", action="store_true", help="torch's allocator with expandable segments")

@@ -245,7 +245,11 @@ def main() -> int:
     if saved:
         options.saved, options.resume = saved, True
         resumed = run_worlds(options)
-        other = [name for name in wanted if resumed[name] != wanted[name]]
+        # `extra` is rank 0's on every rank, so of the losses rank 0's are compared.
+        other = [
+            name for name, one in wanted.items()
+            if (resumed[name]["weights"], resumed[name]["losses"][0]) != (one["weights"], one["losses"][0])
+        ]  # fmt: skip
         print(f"resumed from the earlier version's checkpoints: different: {other}")
         different += other
     return bool(different)

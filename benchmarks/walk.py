@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, UNITS, WARMUP = 16, 6, 4
+WIDTH, UNITS, WARMUP = 16, 6, 8
 
 
 class Walk:

@@ -32,26 +32,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where zeor 
 
 import zeor
 from zeor.comm import verbs
+from zeor.comm.axes import Axis, make_axis
 from zeor.comm.launch.world import ensure_process_group
-from zeor.comm.mesh import Mesh, make_mesh
 from zeor.layout import LaneLayout, lay_out
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-def partition(model: nn.Module, mesh: Mesh) -> tuple[LaneLayout, Tensor]:
+def partition(model: nn.Module, axis: Axis) -> tuple[LaneLayout, Tensor]:
     """All parameters side by side in one flat buffer, cut into one slice for each rank. Keep mine.
 
         |<------ slice of rank 0 ------>|<------ slice of rank 1 ------>|
         | embedding.weight ... | block.0.weight ...... | head.weight | 0 |
     """
-    layout = lay_out([param.shape for param in model.parameters()], mesh.world)
+    layout = lay_out([param.shape for param in model.parameters()], axis.size)
     full = torch.zeros(layout.numel, dtype=next(model.parameters()).dtype)
     for part, param in zip(parts(layout, full), model.parameters()):
         part.copy_(param.detach())
-    verbs.broadcast(mesh, full, "rank 0's parameters")
-    return layout, full.view(mesh.world, layout.slice_numel)[mesh.rank].clone()
+    verbs.broadcast(axis, full, "rank 0's parameters")
+    return layout, full.view(axis.size, layout.slice_numel)[axis.rank].clone()
 
 
 def parts(layout: LaneLayout, flat: Tensor) -> list[Tensor]:
@@ -60,9 +60,9 @@ def parts(layout: LaneLayout, flat: Tensor) -> list[Tensor]:
     return [flat[offset : offset + numel].view(shape) for offset, numel, shape in places]
 
 
-def gather(mesh: Mesh, layout: LaneLayout, mine: Tensor) -> Tensor:
+def gather(axis: Axis, layout: LaneLayout, mine: Tensor) -> Tensor:
     """Everybody's slice to everybody: the full parameters."""
-    return verbs.gather(mesh, mine.new_empty(layout.numel), mine, "parameters").wait()
+    return verbs.gather(axis, mine.new_empty(layout.numel), mine, "parameters").wait()
 
 
 def compute(model: nn.Module, layout: LaneLayout, full: Tensor, loss: Loss, batch: Batch, grad: Tensor) -> Tensor:
@@ -77,25 +77,25 @@ def compute(model: nn.Module, layout: LaneLayout, full: Tensor, loss: Loss, batc
     return value.detach()
 
 
-def aggregate_gradients(mesh: Mesh, grad: Tensor) -> Tensor:
+def aggregate_gradients(axis: Axis, grad: Tensor) -> Tensor:
     """Of every rank's gradient my slice, averaged in rank order: nobody else needs it."""
-    received = grad.new_empty(verbs.reduce_receives(mesh, grad.numel()))
-    return verbs.reduce(mesh, grad, received, 1.0 / mesh.world, "gradients").wait().clone()
+    received = grad.new_empty(verbs.reduce_receives(axis, grad.numel()))
+    return verbs.reduce(axis, grad, received, 1.0 / axis.size, "gradients").wait().clone()
 
 
-def clip_gradients(mesh: Mesh, layout: LaneLayout, grad: Tensor, max_norm: float) -> Tensor:
+def clip_gradients(axis: Axis, layout: LaneLayout, grad: Tensor, max_norm: float) -> Tensor:
     """The norm of the whole gradient from the squares of every slice's parts; then each rank scales its own."""
     squares = grad.new_zeros(len(layout.shapes))
-    for segment in layout.segments(mesh.rank):
+    for segment in layout.segments(axis.rank):
         squares[segment.param] = grad[segment.offset : segment.offset + segment.numel].norm().square()
-    norms = verbs.gather_vector(mesh, squares, "squares of norms").sum(0).sqrt()
+    norms = verbs.gather_vector(axis, squares, "squares of norms").sum(0).sqrt()
     grad *= torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
     return norms.norm()
 
 
-def update_parameters(optimizer: torch.optim.Optimizer, layout: LaneLayout, mesh: Mesh, grad: Tensor) -> None:
+def update_parameters(optimizer: torch.optim.Optimizer, layout: LaneLayout, axis: Axis, grad: Tensor) -> None:
     """The stock optimizer, on my slice only: its state is as small as my slice."""
-    segments = layout.segments(mesh.rank)
+    segments = layout.segments(axis.rank)
     for param, segment in zip(optimizer.param_groups[0]["params"], segments):
         param.grad = grad[segment.offset : segment.offset + segment.numel]
     optimizer.step()
@@ -118,38 +118,38 @@ def train(
 ) -> Trained:
     """The loop. Look for `stage`: the stages differ in what they let go of, and in nothing else."""
     ensure_process_group(torch.device("cpu"), timeout=600)
-    mesh = make_mesh(None, torch.device("cpu"), deterministic=True, timeout=600)
-    layout, mine = partition(model, mesh)
-    segments = [mine[s.offset : s.offset + s.numel] for s in layout.segments(mesh.rank)]
+    axis = make_axis(None, torch.device("cpu"), deterministic=True, timeout=600)
+    layout, mine = partition(model, axis)
+    segments = [mine[s.offset : s.offset + s.numel] for s in layout.segments(axis.rank)]
     optimizer = make_optimizer([nn.Parameter(segment) for segment in segments])  # views: they update `mine`
-    full = gather(mesh, layout, mine) if stage < 3 else None
+    full = gather(axis, layout, mine) if stage < 3 else None
     grad = mine.new_zeros(layout.numel) if stage < 2 else None
     losses = []
     for batches in steps:
         total = None
         for batch in batches:
             if stage == 3:
-                full = gather(mesh, layout, mine)
+                full = gather(axis, layout, mine)
             if stage >= 2:
                 grad = mine.new_zeros(layout.numel)
             losses.append(compute(model, layout, full, loss, batch, grad).item())
-            new = aggregate_gradients(mesh, grad)
+            new = aggregate_gradients(axis, grad)
             total = new if total is None else total.add_(new)
             if stage >= 2:
                 grad = None  # its slice is in `total`
             if stage == 3:
                 full = free(model)  # its slice is in `mine`
         if max_norm is not None:
-            clip_gradients(mesh, layout, total, max_norm)
-        update_parameters(optimizer, layout, mesh, total)
+            clip_gradients(axis, layout, total, max_norm)
+        update_parameters(optimizer, layout, axis, total)
         if stage < 3:
-            full = gather(mesh, layout, mine)
+            full = gather(axis, layout, mine)
     kept = {
         "parameters": nbytes(mine if full is None else full),
         "gradients": nbytes(total if grad is None else grad),
         "optimizer state": nbytes(*(v for state in optimizer.state.values() for v in state.values())),
     }
-    return Trained(parts(layout, gather(mesh, layout, mine)), losses, kept)
+    return Trained(parts(layout, gather(axis, layout, mine)), losses, kept)
 
 
 def free(model: nn.Module) -> None:

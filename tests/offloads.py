@@ -104,7 +104,7 @@ def left(model: nn.Module) -> dict[str, Any]:
     """Full parameters, and this rank's pieces of the optimizers' state, by name."""
     found: dict[str, Any] = {}
     for number, stepper in enumerate(state_of(model).steppers):
-        for piece in stepper.pieces():
+        for piece in stepper.state.pieces():
             value = piece.value.clone() if isinstance(piece.value, Tensor) else piece.value
             found[f"{number}/{piece.name}/{piece.key}/{piece.begin}"] = value
     with zeor.full_params(model):

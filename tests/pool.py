@@ -3,7 +3,7 @@
 The parent (pytest) sends a function to the first `world` workers and collects one result per rank; each finds
 a default process group of exactly that world. Groups are kept while they are clean and the world is the same: a library
 that makes groups of its own once finds them again. They are clean where all ranks have issued equally many collectives
-on each; otherwise the next task carries a higher generation and every rank of it builds a new one.
+and messages on each; otherwise the next task carries a higher generation and every rank of it builds a new one.
 A worker that hangs or dies costs its test a failure and the next test a new set of workers, nothing more.
 This file knows nothing of zeor.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import queue
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -55,7 +57,8 @@ class Task(NamedTuple):
 class Outcome(NamedTuple):
     ok: bool
     when: float  # time.monotonic(), one clock for all processes of a machine
-    clean: dict[str, int] | None  # collectives so far by group; None: the default group is not the task's, or too many
+    # Collectives and messages so far by group; None: the default group is not the task's, or there are too many.
+    clean: dict[str, int] | None
     body: bytes  # cloudpickle of the result, or the traceback as text
 
 
@@ -68,6 +71,7 @@ def worker_main(rank: int, conn_fd: int, stacks_fd: int, store_port: int) -> Non
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     torch.set_num_threads(1)
+    dist.isend, dist.irecv = _counted(dist.isend), _counted(dist.irecv)
     conn = Connection(conn_fd)
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, tasks), daemon=True).start()
@@ -85,6 +89,18 @@ def worker_main(rank: int, conn_fd: int, stacks_fd: int, store_port: int) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
         conn.send(outcome)
+
+
+_messages: Counter[str] = Counter()  # sent to, or asked of, a single rank, by group; torch does not number them
+
+
+def _counted(of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(of)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _messages[dist.distributed_c10d._world.pg_names[kwargs.get("group") or dist.group.WORLD]] += 1
+        return of(*args, **kwargs)
+
+    return called
 
 
 def _receive(conn: Connection, tasks: queue.SimpleQueue[Task]) -> None:
@@ -118,6 +134,7 @@ def _run_task(rank: int, task: Task, new_store: dist.Store | None) -> Outcome:
 def _renew_group(rank: int, task: Task, store: dist.Store) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    _messages.clear()  # names of groups come again
     prefixed = dist.PrefixStore(f"generation{task.generation}", store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=task.world, timeout=GROUP_TIMEOUT)
 
@@ -130,7 +147,7 @@ def _counts(group: dist.ProcessGroup | None) -> dict[str, int] | None:
     names = dist.distributed_c10d._world.pg_names
     if len(names) > MOST_GROUPS:
         return None
-    return {name: each._get_sequence_number_for_group() for each, name in names.items()}
+    return {name: each._get_sequence_number_for_group() + _messages[name] for each, name in names.items()}
 
 
 def _collect_garbage(module_count: int) -> int:

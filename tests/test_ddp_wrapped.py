@@ -36,7 +36,7 @@ def values(model: nn.Module) -> Values:
 
 def calls(optimizer: Any) -> dict[str, int]:
     """Collectives that zeor took part in."""
-    return dict(optimizer._zeor.engine.mesh.traffic.calls)
+    return dict(optimizer._zeor.engine.axes.everyone.traffic.calls)
 
 
 def run(make: Callable[[Any], Any], micro: int = 1, clip: bool = False, order: str = "ddp first", **ddp_options: Any):
@@ -101,7 +101,7 @@ def test_a_drop_in_under_ddp_equals_one_process_on_the_joint_batch(ranks, world)
 def state_bytes() -> tuple[int, int]:
     model, optimizer = run(lambda params: zeor.optim.AdamW(params, **OPTIMIZERS["AdamW"]))
     whole = 2 * sum(param.numel() * param.itemsize for param in model.parameters())
-    return optimizer._zeor.moments_nbytes(), whole
+    return optimizer._zeor.state.moments_nbytes(), whole
 
 
 def test_optimizer_state_is_sliced_under_ddp(ranks):

@@ -1,4 +1,4 @@
-"""The house: a folder imports only from folders above it, modules stay small, and names say what is inside.
+"""The house: a folder imports only from folders above it, and names say what is inside.
 
 The sources are parsed, not imported, so an import inside a function counts too.
 """
@@ -24,7 +24,6 @@ PARTS = {
     "optim": ["owners", "parts", "kernels", "streaming"], "checkpoint": ["files", "weights"], "tools": ["importers"],
 }  # fmt: skip
 RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
-MOST_LINES = 600  # a file is cut by topic; one this long probably holds two
 EMPTY_WORDS = {"utils", "util", "common", "misc", "helpers", "helper"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -84,11 +83,11 @@ def test_the_rules_themselves() -> None:
     assert not may_import("optim", "api") and not may_import("planner", "") and not may_import("api", "tools")
     assert not may_import("plan", "data") and may_import("tools", "api")
     inside = lambda importer, target: may_import_inside(tuple(importer.split(".")), target.split("."))
-    assert inside("checkpoint.save", "checkpoint.files.disk") and inside("checkpoint.files.disk", "comm.mesh.Mesh")
+    assert inside("checkpoint.save", "checkpoint.files.disk") and inside("checkpoint.files.disk", "comm.axes.Axis")
     assert inside("checkpoint.weights.export", "checkpoint.files.disk")
     assert not inside("checkpoint.files.disk", "checkpoint.weights.export")
     assert not inside("checkpoint.files.disk", "checkpoint.save")
-    assert inside("optim.stepper", "optim.kernels.run") and inside("optim.parts.probe", "comm.mesh.Mesh")
+    assert inside("optim.stepper", "optim.kernels.run") and inside("optim.parts.probe", "comm.axes.Axis")
     assert inside("optim.streaming.auto", "optim.kernels.run")
     assert not inside("optim.kernels.run", "optim.streaming.auto")
     assert not inside("optim.kernels.run", "optim.stepper")
@@ -135,9 +134,8 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_id)
-def test_modules_are_small_and_say_what_they_hold(path: Path) -> None:
+def test_modules_say_what_they_hold(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= MOST_LINES
     assert path.stem not in EMPTY_WORDS
     assert not EMPTY_WORDS & set(path.relative_to(PACKAGE).parts[:-1])
     assert ast.get_docstring(ast.parse(text)), "a module begins with what it holds"

@@ -21,6 +21,7 @@ from zeor.api import (
     shard,
     sync_buffers,
     total,
+    trace,
     traffic,
     unshard,
 )  # fmt: skip
@@ -37,5 +38,5 @@ __all__ = [
     "CheckpointError", "Offload", "Plan", "Precision", "Preempted", "RankError", "Saving", "accumulate",
     "chunked_cross_entropy", "clip_grad_norm_", "data", "ema", "export", "full_params", "init_parameters", "iter_full",
     "join", "launch", "load", "load_pretrained", "mean_loss", "no_sync", "on_meta", "optim", "penalty", "predict",
-    "preempt", "report", "save", "shard", "sync_buffers", "total", "traffic", "unshard",
+    "preempt", "report", "save", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

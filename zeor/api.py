@@ -19,13 +19,14 @@ from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
 from zeor.access.sharded import Sharded
 from zeor.access.sharded import state_of as _state
 from zeor.access.stream import iter_full
+from zeor.access.trace import trace
 from zeor.checkpoint.weights.export import export
 from zeor.checkpoint.weights.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
+from zeor.comm.axes import Axes, make_axes, make_axis
 from zeor.comm.launch.world import ensure_process_group
-from zeor.comm.mesh import Mesh, make_mesh
-from zeor.data.devices import follow
+from zeor.data.loader import follow
 from zeor.features import module_buffers, plain_grads
 from zeor.features.build import Builder
 from zeor.features.chunked_loss import chunked_cross_entropy
@@ -34,18 +35,22 @@ from zeor.features.join import join
 from zeor.features.mean_loss import mean_loss
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.penalty import penalty
-from zeor.features.recompute import check_wanted
+from zeor.features.recompute import find_wanted
 from zeor.features.release import Release
 from zeor.features.totals import total
 from zeor.memory import device as devices
 from zeor.memory.param import is_sharded
-from zeor.model.compiled import compile_in_place, unwrapped
 from zeor.model.discover import find_units
 from zeor.model.shareable import check_model
-from zeor.model.wrapped import refuse_wrapped
+from zeor.model.wrapped import compile_in_place, refuse_wrapped, unwrapped
 from zeor.optim.ema import ema
-from zeor.optim.guard import watch_steps
-from zeor.optim.parts.checks import check_kind, check_moments, check_parameters, refuse_optimizers_in_backward
+from zeor.optim.parts.checks import (
+    check_kind,
+    check_moments,
+    check_parameters,
+    refuse_optimizers_in_backward,
+    watch_steps,
+)
 from zeor.optim.stepper import Stepper
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
@@ -54,12 +59,11 @@ from zeor.planner.startup import make_visible, show_start
 from zeor.spec.keys import lane_key, small_numel
 from zeor.step import events
 from zeor.step.engine import Engine
-from zeor.step.entries import find_entries
-from zeor.step.hooks import Hooks
+from zeor.step.hooks import Hooks, find_entries
 from zeor.step.unit import Slot
 
 
-def shard(
+def shard(  # noqa: PLR0913 (public: each option is a keyword)
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
@@ -75,6 +79,7 @@ def shard(
     deterministic: bool = False,
     buffers: str = "mean",
     nonfinite: str = "warn",
+    paths: str = "auto",
     timeout: float | None = None,
     offload: Offload | Mapping[str, Any] | str | None = None,
     moments: str = "exact",
@@ -105,6 +110,9 @@ def shard(
                      over ranks, "rank0" for rank 0's as in DDP, "local" to leave each rank its own.
     nonfinite="warn" what a step does about gradients with inf or nan: "warn", "raise", "skip" (the step, on every
                      rank), "ignore". Where the loop computes no norm, "raise" and "skip" cost a small exchange.
+    paths="auto"     whether ranks may take different paths through the model. "dynamic": they agree at the end of each
+                     pass. "auto": the same, until all have done the same for five steps; then nobody waits for the
+                     agreement, and a rank that leaves the path raises. "static": so from the second step on.
     timeout=600      seconds a collective may take before every rank raises.
     offload=None     "host", "disk", "auto" or a zeor.Offload: where state rests for which the device has no room.
     moments="exact"  how the optimizer's state is kept: "bf16" or "int8" (in blocks) take 4 or 2 bytes in place of 8.
@@ -122,8 +130,9 @@ def shard(
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
     options = {"stage": stage, "precision": precision, "reduction": reduction, "overlap": overlap, "prefetch": prefetch,
                "kernel": kernel, "deterministic": deterministic, "buffers": buffers, "nonfinite": nonfinite,
-               "timeout": timeout, "offload": offload, "moments": moments, "release": release, "delay": delay,
-               "methods": methods, "keep_whole": keep_whole, "recompute": recompute, **unknown}  # fmt: skip
+               "paths": paths, "timeout": timeout, "offload": offload, "moments": moments, "release": release,
+               "delay": delay, "methods": methods, "keep_whole": keep_whole, "recompute": recompute,
+               **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
         return _shard(model, optimizer, mesh, units, device, options)
 
@@ -139,26 +148,27 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
     refuse_wrapped(model, optimizers)
     _refuse_nested(model)
     refuse_optimizers_in_backward(model.named_parameters())
-    check_wanted(model, plan.recompute)
+    find_wanted(model, plan.recompute)
     entries = find_entries(model, plan.methods)
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
-    the_mesh = make_mesh(mesh, home.device, plan.deterministic, plan.timeout)
-    check_model(model, the_mesh.world)
-    if the_mesh.world > 1 and plain_grads.around(model.parameters()):
+    axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout)
+    check_model(model, axes.everyone.size)
+    if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
             "The model is inside a DistributedDataParallel, which would reduce every gradient a second time; delete "
             "that and give zeor.shard the module alone (stage=0 does what DDP does)."
         )
-    engine = _build(model, plan, the_mesh, units, optimizers)
-    state = Sharded(engine, Hooks(engine, entries))
+    engine = _build(model, plan, axes, units, optimizers)
+    hooks = Hooks(engine.passes, engine.forward, engine.backward, engine.extensions, entries)
+    state = Sharded(engine, hooks)
     engine.feature(Freezing).watch(state.hooks)
     vars(model)[_ATTRIBUTE] = state
     watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
     follow(home.device)
-    show_start(model, state.engine, optimizers, home.note)
+    show_start(model, plan, axes, engine.units, optimizers, home.note)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -182,9 +192,10 @@ def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer
             "This model is sharded already; zeor.shard may be called once more only to add its optimizer(s), "
             "and then with the model and the optimizer(s) alone."
         )
-    _compare_optimizers(state.engine.mesh, state.engine.slots, optimizers)
+    _compare_optimizers(state.engine.axes, state.engine.slots, optimizers)
     state.steppers = [Stepper(state.engine, each) for each in optimizers]
-    show_start(model, state.engine, optimizers)
+    engine = state.engine
+    show_start(model, engine.plan, engine.axes, engine.units, optimizers)
     return model, optimizer
 
 
@@ -198,35 +209,40 @@ def _refuse_nested(model: nn.Module) -> None:
             )
 
 
-def _build(model: nn.Module, plan: Plan, mesh: Mesh, units: Any, optimizers: list[Optimizer]) -> Engine:
+def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: list[Optimizer]) -> Engine:
     """Find units, compare ranks, pack, and turn the user's parameters into views."""
-    small = small_numel(plan, mesh.world)
+    small = small_numel(plan, axes.shard.size)
     specs = find_units(model, units, small)
     _drop_old_graphs(model)
-    engine = Engine(plan, mesh)
+    engine = Engine(plan, axes)
     builder = Builder(engine)
     slots = {spec.name: builder.slots(spec.params) for spec in specs}
-    same_everywhere(mesh, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
-    same_everywhere(mesh, "models", [_describe(s, spec.name) for spec in specs for s in slots[spec.name]])
+    same_everywhere(axes.everyone, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
+    described = [
+        f"{slot.name!r}: {slot.shape}, {slot.param.dtype}{'' if slot.trains else ', frozen'}, in unit {spec.name!r}"
+        for spec in specs
+        for slot in slots[spec.name]
+    ]
+    same_everywhere(axes.everyone, "models", described)
     engine.slots.extend(slot for spec in specs for slot in slots[spec.name])  # as long as things are checked
-    meta.settle(mesh, model, engine.slots, engine.unfilled)
+    meta.settle(axes.everyone, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
     check_moments(plan, engine.slots)
     for each in optimizers:
         check_parameters(each, engine.slots)
-    _compare_optimizers(mesh, engine.slots, optimizers)
+    _compare_optimizers(axes, engine.slots, optimizers)
     for each in optimizers:
-        check_kind(each, engine.slots, engine.mesh, engine.column)
-    if mesh.rank == 0:
+        check_kind(each, engine.slots, engine.axes, engine.column)
+    if axes.everyone.rank == 0:
         make_visible()
-    check_disk(engine, engine.slots, optimizers)
+    check_disk(plan, axes, engine.places.store, engine.slots, optimizers)
     engine.slots.clear()
-    engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // mesh.world)
+    engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // axes.shard.size)
     for spec in specs:
-        meta.receive_values(slots[spec.name], mesh.device, engine.unfilled)
+        meta.receive_values(slots[spec.name], axes.device, engine.unfilled)
         keys = {slot: lane_key(slot.param, slot.owners, plan.precision, small) for slot in slots[spec.name]}
         engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
-    meta.place_buffers(mesh, model, engine.unfilled)
+    meta.place_buffers(axes.everyone, model, engine.unfilled)
     builder.finish(model)
     devices.trim_host_memory()
     return engine
@@ -240,25 +256,17 @@ def _drop_old_graphs(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
-def _describe(slot: Slot, unit: str) -> str:
-    trains = "" if slot.param.requires_grad else ", frozen"
-    return f"{slot.name!r}: {slot.shape}, {slot.param.dtype}{trains}, in unit {unit!r}"
-
-
-def _compare_optimizers(mesh: Mesh, slots: list[Slot], optimizers: list[Optimizer]) -> None:
+def _compare_optimizers(axes: Axes, slots: list[Slot], optimizers: list[Optimizer]) -> None:
     names = {id(slot.param): slot.name for slot in slots}
     lines = []
     for number, optimizer in enumerate(optimizers):
         for position, group in enumerate(optimizer.param_groups):
             where = f"optimizer {number} ({type(optimizer).__name__}), group {position}"
-            settings = {k: _number(v) for k, v in sorted(group.items()) if k != "params"}
+            given = ((k, v) for k, v in sorted(group.items()) if k != "params")
+            settings = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in given}
             lines.append(f"{where}: {settings}")
             lines.extend(f"{where}: {names.get(id(p), 'a foreign parameter')!r}" for p in group["params"])
-    same_everywhere(mesh, "optimizer groups", lines)
-
-
-def _number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+    same_everywhere(axes.everyone, "optimizer groups", lines)
 
 
 @contextmanager
@@ -301,7 +309,7 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         return
     engine = state.engine
     if engine.announcer.block is None:
-        attend(engine.mesh, "zeor.full_params")
+        attend(engine.axes.everyone, "zeor.full_params")
     if write:
         engine.announce(events.OTHER, "zeor.full_params(write=True)", meets=False)
     else:
@@ -314,8 +322,8 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
     try:
         yield model
         if write:
-            full.check_unchanged(engine.mesh, unwrapped(model), values)
-            written = full.spread(engine.mesh, values)
+            full.check_unchanged(engine.axes.everyone, unwrapped(model), values)
+            written = full.spread(engine.axes.everyone, values)
     finally:
         state.shown = False
         changed = shown.hide()
@@ -354,7 +362,7 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     engine = state.engine
     engine.announce(events.OTHER, "zeor.unshard")
     values = full.all_values(engine.units, engine.unfilled)
-    states = [stepper.whole_state() for stepper in state.steppers]  # all of them before any is changed: one may refuse
+    states = [stepper.state.whole() for stepper in state.steppers]  # all of them before any is changed: one may refuse
     for stepper, whole in zip(state.steppers, states):
         stepper.unshard(whole)
     state.hooks.remove()
@@ -373,26 +381,26 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
     state = vars(model).get(_ATTRIBUTE)
     if state is not None:
         state.engine.announce(events.OTHER, "zeor.sync_buffers")
-        the_mesh = state.engine.mesh
+        axis = state.engine.axes.everyone
     else:
         place, plan = devices.device_of(model), Plan()
         ensure_process_group(place, plan.timeout)
-        the_mesh = make_mesh(mesh, place, plan.deterministic, plan.timeout)
-    module_buffers.sync_now(the_mesh, model, how)
+        axis = make_axis(mesh, place, plan.deterministic, plan.timeout)
+    module_buffers.sync_now(axis, model, how)
     if state is not None and (buffers := state.engine.find(ModuleBuffers)) is not None:
         buffers.all_same()
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:
     """Bytes this rank sent and collectives it took part in since shard(), by verb."""
-    return _state(model).engine.mesh.traffic.summary()
+    return _state(model).engine.axes.everyone.traffic.summary()
 
 
 def report(model: nn.Module) -> dict[str, int]:
     """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top."""
     state = _state(model)
     measured = state.engine.nbytes()
-    moments = sum(stepper.moments_nbytes() for stepper in state.steppers)
+    moments = sum(stepper.state.moments_nbytes() for stepper in state.steppers)
     padding = sum(
         lane.layout.padding_numel * lane.key.compute_dtype.itemsize
         for unit in state.engine.units
@@ -407,5 +415,5 @@ def report(model: nn.Module) -> dict[str, int]:
 __all__ = [
     "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters",
     "iter_full", "join", "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard",
-    "sync_buffers", "total", "traffic", "unshard",
+    "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

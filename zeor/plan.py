@@ -19,7 +19,7 @@ import torch
 
 STAGES = (0, 1, 2, 3)
 KEEP_WHOLE = 1024  # elements
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,16 @@ class Precision:
             )
 
     @staticmethod
-    def parse(value: Precision | str | None) -> Precision:
+    def parse(value: Precision | torch.dtype | str | None) -> Precision:
         if isinstance(value, Precision):
             return value
         if value is None:
             return Precision()
-        if value in ("fp32", torch.float32):
-            return Precision(compute=torch.float32)
-        if value in _HALF.values():
-            return Precision(compute=value)  # type: ignore[arg-type]
-        if value in _HALF:
-            return Precision(compute=_HALF[value])
-        known = ["fp32", *_HALF]
+        if isinstance(value, torch.dtype) and value in _DTYPES.values():
+            return Precision(compute=value)
+        if isinstance(value, str) and value in _DTYPES:
+            return Precision(compute=_DTYPES[value])
+        known = list(_DTYPES)
         raise ValueError(
             f"precision={value!r} is not known{nearest(str(value), known)}; use one of {known} or a zeor.Precision."
         )
@@ -127,6 +125,9 @@ class Offload:
                 "Offload to disk needs a folder on the disk that is to hold it: zeor.Offload(folder=...); only "
                 f"offload='disk' has one by itself, {FOLDER_VARIABLE} or {DEFAULT_FOLDER} in the current directory."
             )
+        self._check_counts()
+
+    def _check_counts(self) -> None:
         for name in ("chunk", "threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -240,6 +241,7 @@ class Plan:
     release: bool = False
     delay: int = 0
     recompute: Any = False  # or True, "offload", or a tuple of classes and modules, which may hold "offload" too
+    paths: str = "auto"
     keep_whole: int = 0  # parse() gives it KEEP_WHOLE; a drop-in knows no modules and keeps what the user has
 
     def __post_init__(self) -> None:
@@ -248,6 +250,7 @@ class Plan:
         _one_of("reduction", self.reduction, ("mean", "sum"))
         _one_of("kernel", self.kernel, ("auto", "stock"))
         _one_of("buffers", self.buffers, ("mean", "rank0", "local"))
+        _one_of("paths", self.paths, ("auto", "static", "dynamic"))
         _one_of("nonfinite", self.nonfinite, ("warn", "raise", "skip", "ignore"))
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch!r}; give how many units to gather ahead: 0, 1, 2, ...")
@@ -288,22 +291,24 @@ class Plan:
                 "step from being taken; leave one of them out."
             )
         if self.offload is not None:
-            grads_are_away = any(tier != "device" for tier, _ in self.offload.grads)
-            if self.delay and grads_are_away:
-                raise ValueError("With delay=1 gradients stay on the device; leave Offload.grads there.")
-            if self.stage < 2 and grads_are_away:
-                raise ValueError(
-                    f"Offload.grads is away, but at stage {self.stage} gradients are whole; use stage=2 or 3."
-                )
-            if self.stage < 3 and self.compute_is_away:
-                raise ValueError(f"Offload.compute is away, but at stage {self.stage} compute is whole; use stage=3.")
-            if self.offload.update == "host" and (self.delay or self.offload.uses_disk or self.compute_is_away):
-                raise ValueError(
-                    "Offload.update='host' goes with moments and master on the host and compute on the device, and "
-                    "without delay; leave the other out, or Offload.update."
-                )
-            if self.offload.update == "host" and self.moments != "exact":
-                raise ValueError(f"moments={self.moments!r} are updated on the device; leave out update='host'.")
+            self._check_offload(self.offload)
+
+    def _check_offload(self, offload: Offload) -> None:
+        """What rests away fits the stage and the update."""
+        grads_are_away = any(tier != "device" for tier, _ in offload.grads)
+        if self.delay and grads_are_away:
+            raise ValueError("With delay=1 gradients stay on the device; leave Offload.grads there.")
+        if self.stage < 2 and grads_are_away:
+            raise ValueError(f"Offload.grads is away, but at stage {self.stage} gradients are whole; use stage=2 or 3.")
+        if self.stage < 3 and self.compute_is_away:
+            raise ValueError(f"Offload.compute is away, but at stage {self.stage} compute is whole; use stage=3.")
+        if offload.update == "host" and (self.delay or offload.uses_disk or self.compute_is_away):
+            raise ValueError(
+                "Offload.update='host' goes with moments and master on the host and compute on the device, and "
+                "without delay; leave the other out, or Offload.update."
+            )
+        if offload.update == "host" and self.moments != "exact":
+            raise ValueError(f"moments={self.moments!r} are updated on the device; leave out update='host'.")
 
     @property
     def compute_is_away(self) -> bool:

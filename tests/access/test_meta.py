@@ -278,7 +278,7 @@ def test_a_write_context_fills_what_is_written_in_it(ranks, stage):
 # ---- init_parameters
 
 
-def check_init(stage: int, how: str) -> dict[str, Tensor]:
+def check_init(stage: int, how: str, eager: bool = True) -> dict[str, Tensor]:
     if how == "on_meta":
         with zeor.on_meta():
             model = build_zoo(99)
@@ -289,7 +289,7 @@ def check_init(stage: int, how: str) -> dict[str, Tensor]:
     model = zeor.shard(model, stage=stage)
     torch.manual_seed(dist.get_rank())
     before = torch.get_rng_state()
-    zeor.init_parameters(model, seed=11)
+    zeor.init_parameters(model, seed=11, eager=eager)
     assert torch.equal(torch.get_rng_state(), before)
     return full_state(model)
 
@@ -303,7 +303,63 @@ def test_meta_init_equals_eager_init_at_any_world_and_stage(ranks, stage, world)
             assert_same(found, wanted)
 
 
-def check_memory_of_init() -> tuple[int, int]:
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3)])
+def test_streams_by_position_are_the_same_at_any_world_and_stage(ranks, stage, world):
+    (wanted,) = ranks(check_init, 1, 3, "on_meta", False)
+    like_eager = plain_state(build_zoo(11))
+    assert {name: value.shape for name, value in wanted.items()} == {n: v.shape for n, v in like_eager.items()}
+    assert any(not torch.equal(value, like_eager[name]) for name, value in wanted.items())
+    for how in ("on_meta", "meta"):
+        for found in ranks(check_init, world, stage, how, False):
+            assert_same(found, wanted)
+
+
+class Twice(nn.Module):
+    """Its weights are drawn once more after its biases, which lie in another unit where there are several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        self.codes.fill_(7)
+        for q, k in zip(self.first.parameters(), self.second.parameters(), strict=True):
+            k.data.copy_(q.data)  # written to is the one whose unit comes first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def check_twice(stage: int, init: bool) -> dict[str, Tensor]:
+    with zeor.on_meta():
+        model = Twice()
+    model = zeor.shard(model, stage=stage, units=[nn.Linear])
+    again = (lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None) if init else None
+    zeor.init_parameters(model, seed=5, init=again)
+    found = full_state(model)
+    assert found["codes"].tolist() == [7, 7, 7]
+    for name in ("weight", "bias"):
+        assert torch.equal(found[f"first.{name}"], found[f"second.{name}"])
+    x = torch.ones(2, 64)
+    before = model(x)  # units stay gathered behind it
+    zeor.init_parameters(model, seed=6, init=again)
+    with zeor.full_params(model):
+        wanted = model(x)
+    assert torch.equal(model(x), wanted) and not torch.equal(before, wanted), "nothing stale is read"
+    return found
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_units_and_what_is_drawn_twice_or_copied_do_not_show_in_the_values(ranks, init):
+    (wanted,) = ranks(check_twice, 1, 3, init)
+    for stage in (1, 3):
+        for found in ranks(check_twice, 2, stage, init):
+            assert_same(found, wanted)
+
+
+def check_memory_of_init(eager: bool) -> tuple[int, int]:
     """The largest number of full values alive at once, as the initialisers see it."""
     from zeor.access.initialise import _Values
 
@@ -311,23 +367,26 @@ def check_memory_of_init() -> tuple[int, int]:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     model = zeor.shard(model)
     live: list[int] = []
-    plain = _Values._make
+    plain = _Values.full
 
-    def counted(self: Any, slot: Any) -> None:
-        plain(self, slot)
+    def counted(self: Any, slot: Any) -> Tensor:
+        value = plain(self, slot)
         live.append(sum(value.nbytes for value in self._live.values()))
+        return value
 
-    _Values._make = counted  # type: ignore[method-assign]
+    _Values.full = counted  # type: ignore[method-assign]
     try:
-        zeor.init_parameters(model)
+        zeor.init_parameters(model, eager=eager)
     finally:
-        _Values._make = plain  # type: ignore[method-assign]
-    return max(live), sum(p.numel() * 4 for p in model[0].parameters())
+        _Values.full = plain  # type: ignore[method-assign]
+    return max(live, default=0), sum(p.numel() * 4 for p in model[0].parameters())
 
 
 def test_one_unit_at_a_time_is_whole_while_a_model_is_initialised(ranks):
-    for most, unit in ranks(check_memory_of_init, 2):
+    for most, unit in ranks(check_memory_of_init, 2, True):
         assert most == unit
+    for most, _ in ranks(check_memory_of_init, 2, False):
+        assert most == 0, "what is drawn by position is never whole"
 
 
 class Reaching(nn.Module):
@@ -345,11 +404,11 @@ class Reaching(nn.Module):
                 layer.bias.copy_(self.layers[0].weight[0] + layer.weight.data.sum())
 
 
-def check_reaching(precision: str | None) -> dict[str, Tensor]:
+def check_reaching(precision: str | None, eager: bool) -> dict[str, Tensor]:
     with zeor.on_meta():
         model = Reaching()
     model = zeor.shard(model, precision=precision)
-    zeor.init_parameters(model, seed=4)
+    zeor.init_parameters(model, seed=4, eager=eager)
     return full_state(model)
 
 
@@ -357,8 +416,11 @@ def check_reaching(precision: str | None) -> dict[str, Tensor]:
 def test_an_initialiser_may_reach_over_the_whole_model(ranks, precision):
     torch.manual_seed(4)
     wanted = plain_state(Reaching())
-    for found in ranks(check_reaching, 2, precision):
+    for found in ranks(check_reaching, 2, precision, True):
         assert_same(found, wanted)
+    (alone,) = ranks(check_reaching, 1, None, False)
+    for found in ranks(check_reaching, 2, None, False):
+        assert_same(found, alone)
 
 
 def check_named() -> list[str]:

@@ -19,14 +19,14 @@ import torch
 
 import zeor
 from tests.checkpoint.test_reshard import everything, make, steps
-from zeor.checkpoint import progress, room, saver, staging
+from zeor.checkpoint import room, saver, staging
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.api import load, save
 from zeor.checkpoint.files.commit import complete
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.writer import Source
 from zeor.checkpoint.run import run_of
-from zeor.checkpoint.snapshot import HostBlocks
+from zeor.checkpoint.saver import HostBlocks
 
 
 class Gate:
@@ -221,10 +221,10 @@ def test_ranks_of_a_host_share_its_memory() -> None:
 
 def test_a_long_save_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.001)
-    monkeypatch.setattr(progress.log, "info", lambda text, *args: lines.put(text % args))
-    silent = progress.SaveProgress("another rank", 1, shown=False)
-    with silent, progress.SaveProgress("saving step 5", 4 * 10**9, shown=True) as shown:
+    monkeypatch.setattr(saving, "EVERY_SECONDS", 0.001)
+    monkeypatch.setattr(saving.log, "info", lambda text, *args: lines.put(text % args))
+    silent = saving.SaveProgress("another rank", 1, shown=False)
+    with silent, saving.SaveProgress("saving step 5", 4 * 10**9, shown=True) as shown:
         shown.add(1_000_000_000)
         while not lines.empty():
             lines.get()  # of before
@@ -236,7 +236,7 @@ def test_a_long_save_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_host_blocks_are_cut_by_hand_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeor.checkpoint.snapshot.BLOCK_NBYTES", 1024)
+    monkeypatch.setattr("zeor.checkpoint.saver.BLOCK_NBYTES", 1024)
     values = [torch.arange(200.0), torch.tensor(3, dtype=torch.int64), torch.empty(0), torch.arange(900).double()]
     sources = [Source(str(i), v.dtype, tuple(v.shape), lambda v=v: v) for i, v in enumerate(values)]
     blocks = HostBlocks(pinned=False)

@@ -15,7 +15,7 @@ from torch import nn
 
 import zeor
 from zeor.comm import attendance
-from zeor.comm.attendance import AbsentRanks, attend
+from zeor.comm.attendance import AbsentRanksError, attend
 
 
 def quick(warn: float = 0.2, patience: float = 1.0) -> None:
@@ -103,9 +103,9 @@ def test_a_plain_model_is_exported_by_all_or_not_at_all(ranks: Any, tmp_path: Pa
 
 def test_ranks_at_different_verbs_hear_of_it_at_once(ranks: Any) -> None:
     def job() -> tuple[str, float]:
-        mesh = zeor.api._state(made()[0]).engine.mesh
+        mesh = zeor.api._state(made()[0]).engine.axes.everyone
         begun = time.monotonic()
-        with pytest.raises(AbsentRanks) as found:
+        with pytest.raises(AbsentRanksError) as found:
             attend(mesh, "zeor.save" if dist.get_rank() == 0 else "zeor.export")
         attend(mesh, "zeor.save")
         return str(found.value), time.monotonic() - begun
@@ -119,7 +119,7 @@ def test_ranks_at_different_verbs_hear_of_it_at_once(ranks: Any) -> None:
 
 def test_a_rank_that_comes_late_is_waited_for_and_named(ranks: Any) -> None:
     def job() -> list[str]:
-        mesh = zeor.api._state(made()[0]).engine.mesh
+        mesh = zeor.api._state(made()[0]).engine.axes.everyone
         told: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -159,7 +159,7 @@ def test_a_rank_that_died_is_not_waited_for(ranks: Any, tmp_path: Path) -> None:
 
 def test_notes_do_not_pile_up(ranks: Any) -> None:
     def job() -> int:
-        mesh = zeor.api._state(made()[0]).engine.mesh
+        mesh = zeor.api._state(made()[0]).engine.axes.everyone
         store = dist.distributed_c10d._get_default_store()
         attend(mesh, "zeor.save")
         before = store.num_keys()

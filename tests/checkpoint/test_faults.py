@@ -70,7 +70,7 @@ class Trials:
         """What was raised, if anything."""
         run = run_of(self.model, self.optimizer)
         try:
-            write(run.mesh, run.lineage, collect(run, None, None), Destination(self.folder, step, self.keep), disk)
+            write(run.everyone, run.lineage, collect(run, None, None), Destination(self.folder, step, self.keep), disk)
             return ""
         except CheckpointError as error:
             return str(error)
@@ -197,7 +197,7 @@ def test_a_folder_that_vanishes_in_the_middle_is_a_clear_error_and_comes_back(tm
     model, optimizer = run_once()
     folder, run = tmp_path / "lost", run_of(model, optimizer)
     with pytest.raises(CheckpointError, match="No such file or directory"):
-        write(run.mesh, run.lineage, collect(run, None, None), Destination(folder, 1, 3), VanishingDisk(folder))
+        write(run.everyone, run.lineage, collect(run, None, None), Destination(folder, 1, 3), VanishingDisk(folder))
     assert not folder.exists()
     assert save(folder, model, optimizer, step=2).is_dir()
 

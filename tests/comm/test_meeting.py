@@ -16,8 +16,8 @@ from torch import nn
 import zeor
 from tests import loops
 from zeor.access.sharded import state_of
-from zeor.comm.meeting import Apart, meet
-from zeor.comm.mesh import make_mesh
+from zeor.comm.axes import make_axis
+from zeor.comm.meeting import ApartError, meet
 
 TIMEOUT_SECONDS = 20.0
 
@@ -89,7 +89,7 @@ CASES = [
 def test_a_rank_that_leaves_the_path_is_named_on_every_rank(ranks, odd, clips, first, second, stage):
     texts = ranks(leave_the_path, 2, stage, odd, clips)
     assert texts[0] == texts[1]
-    assert texts[0].startswith(f"Apart: The ranks have come apart: rank 0 is at {first}; rank 1 is at {second}. ")
+    assert texts[0].startswith(f"ApartError: The ranks have come apart: rank 0 is at {first}; rank 1 is at {second}. ")
 
 
 def evaluate_alone() -> float:
@@ -117,7 +117,7 @@ def step_different_models() -> str:
         loops.own_loss(model, 1).backward()
     try:
         models[dist.get_rank()][1].step()
-    except Apart as error:
+    except ApartError as error:
         return str(error)
     return "nothing was raised"
 
@@ -128,18 +128,18 @@ def test_the_same_event_of_different_models_is_told_apart(ranks):
 
 
 def meet_where(texts: list[str]) -> str:
-    mesh = make_mesh(None, torch.device("cpu"), False, TIMEOUT_SECONDS)
+    axis = make_axis(None, torch.device("cpu"), False, TIMEOUT_SECONDS)
     for _ in range(3):
-        meet(mesh, "the same place")
-    found = _raised(lambda: meet(mesh, texts[dist.get_rank()]))
-    meet(mesh, "the same place")  # nothing is under way: ranks may go on
+        meet(axis, "the same place")
+    found = _raised(lambda: meet(axis, texts[dist.get_rank()]))
+    meet(axis, "the same place")  # nothing is under way: ranks may go on
     return found
 
 
 def _raised(do: Callable[[], None]) -> str:
     try:
         do()
-    except Apart as error:
+    except ApartError as error:
         return str(error)
     return ""
 
@@ -151,7 +151,7 @@ def test_ranks_are_listed_by_where_they_are_and_may_go_on(ranks):
 
 def no_meeting_alone() -> bool:
     model, _ = sharded(3)
-    return state_of(model).engine.mesh.meeting is None
+    return state_of(model).engine.axes.everyone.meets is False
 
 
 def test_a_rank_alone_meets_nobody(ranks):
@@ -164,7 +164,7 @@ def test_a_rank_alone_meets_nobody(ranks):
 def step_differently(odd: str, then: str, folder: str) -> str:
     """As over NCCL: no meetings. At stage 3 the step itself has no collective that could fail."""
     model, optimizer = sharded(3)
-    state_of(model).engine.mesh.meeting = None
+    state_of(model).engine.axes.everyone.meets = False
     try:
         for step in range(3):
             one_step(model, optimizer, step, odd if dist.get_rank() == 1 and step == 2 else "", False)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeor.comm.mesh import control_mesh
+from zeor.comm.axes import control_axis
 from zeor.comm.transfers import Transfer, broadcast_bytes, move
 
 
 def moved(seed: int, world: int) -> list[tuple[int, bool]]:
     """(key, whether it arrived as it was sent) of what came to this rank, in order."""
     draw = random.Random(seed)
-    mesh = control_mesh(None)
+    axis = control_axis(None)
     transfers = []
     for key in range(120):
         source, target = draw.sample(range(world), 2)
@@ -28,8 +28,8 @@ def moved(seed: int, world: int) -> list[tuple[int, bool]]:
     def take(each: Transfer, data: Tensor) -> None:
         came.append((each.key, torch.equal(data, value(each))))
 
-    move(mesh, transfers, value, take, "a test")
-    expected = [each.key for each in transfers if each.target == mesh.rank]
+    move(axis, transfers, value, take, "a test")
+    expected = [each.key for each in transfers if each.target == axis.rank]
     assert [key for key, _ in came] == expected
     return came
 
@@ -41,8 +41,8 @@ def test_every_transfer_arrives_in_the_order_of_the_list(ranks: Any) -> None:
 
 
 def sent(source: int, data: bytes) -> bytes:
-    mesh = control_mesh(None)
-    return broadcast_bytes(mesh, data if mesh.rank == source else None, source, "a test")
+    axis = control_axis(None)
+    return broadcast_bytes(axis, data if axis.rank == source else None, source, "a test")
 
 
 def test_bytes_are_broadcast_from_any_rank(ranks: Any) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from zeor.comm import stuck, verbs
 from zeor.comm.agree import exchange, first_difference, same_everywhere
-from zeor.comm.mesh import Mesh, make_mesh
+from zeor.comm.axes import Axis, make_axis
+from zeor.comm.observe import Observer
 
 WORLDS = (1, 2, 3, 4)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -25,8 +26,8 @@ DTYPES = (*FLOATS, torch.int64, torch.uint8)
 NUMEL = 7  # of one slice
 
 
-def mesh_here(timeout: float = 60.0) -> Mesh:
-    return make_mesh(None, torch.device("cpu"), deterministic=False, timeout=timeout)
+def mesh_here(timeout: float = 60.0) -> Axis:
+    return make_axis(None, torch.device("cpu"), deterministic=False, timeout=timeout)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -42,19 +43,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def check_gather(mesh: Mesh, dtype: torch.dtype) -> None:
-    parts = [values(rank, NUMEL, dtype) for rank in range(mesh.world)]
-    full = torch.empty(mesh.world * NUMEL, dtype=dtype)
-    result = verbs.gather(mesh, full, parts[mesh.rank], "gather").wait()
+def check_gather(axis: Axis, dtype: torch.dtype) -> None:
+    parts = [values(rank, NUMEL, dtype) for rank in range(axis.size)]
+    full = torch.empty(axis.size * NUMEL, dtype=dtype)
+    result = verbs.gather(axis, full, parts[axis.rank], "gather").wait()
     assert result is full and same_bits(full, torch.cat(parts))
 
 
-def check_gather_in_place(mesh: Mesh, dtype: torch.dtype) -> None:
-    parts = [values(rank, NUMEL, dtype) for rank in range(mesh.world)]
-    full = torch.zeros(mesh.world * NUMEL, dtype=dtype)
-    mine = full[mesh.rank * NUMEL : (mesh.rank + 1) * NUMEL]
-    mine.copy_(parts[mesh.rank])
-    move = verbs.gather(mesh, full, mine, "gather in place")
+def check_gather_in_place(axis: Axis, dtype: torch.dtype) -> None:
+    parts = [values(rank, NUMEL, dtype) for rank in range(axis.size)]
+    full = torch.zeros(axis.size * NUMEL, dtype=dtype)
+    mine = full[axis.rank * NUMEL : (axis.rank + 1) * NUMEL]
+    mine.copy_(parts[axis.rank])
+    move = verbs.gather(axis, full, mine, "gather in place")
     assert move.wait() is full and move.wait() is full
     assert same_bits(full, torch.cat(parts))
 
@@ -68,66 +69,66 @@ def summed(parts: list[Tensor], factor: float) -> Tensor:
     return (total * factor if factor != 1.0 else total).to(parts[0].dtype)
 
 
-def start_reduce(mesh: Mesh, full: Tensor, factor: float = 1.0) -> verbs.Move:
-    received = full.new_empty(verbs.reduce_receives(mesh, full.numel()))
-    return verbs.reduce(mesh, full, received, factor, "reduce")
+def start_reduce(axis: Axis, full: Tensor, factor: float = 1.0) -> verbs.Move:
+    received = full.new_empty(verbs.reduce_receives(axis, full.numel()))
+    return verbs.reduce(axis, full, received, factor, "reduce")
 
 
-def check_reduce(mesh: Mesh, dtype: torch.dtype, factor: float) -> None:
-    everyone = [values(rank, mesh.world * NUMEL, dtype) for rank in range(mesh.world)]
-    mine = slice(mesh.rank * NUMEL, (mesh.rank + 1) * NUMEL)
-    result = start_reduce(mesh, everyone[mesh.rank].clone(), factor).wait()
+def check_reduce(axis: Axis, dtype: torch.dtype, factor: float) -> None:
+    everyone = [values(rank, axis.size * NUMEL, dtype) for rank in range(axis.size)]
+    mine = slice(axis.rank * NUMEL, (axis.rank + 1) * NUMEL)
+    result = start_reduce(axis, everyone[axis.rank].clone(), factor).wait()
     assert same_bits(result, summed([full[mine] for full in everyone], factor))
 
 
-def check_broadcast(mesh: Mesh, dtype: torch.dtype) -> None:
+def check_broadcast(axis: Axis, dtype: torch.dtype) -> None:
     for shape in [(NUMEL,), (), (3, 5), (0,)]:
         numel = torch.Size(shape).numel()
-        tensor = values(mesh.rank + 1, numel, dtype).view(shape)
-        verbs.broadcast(mesh, tensor, "broadcast")
+        tensor = values(axis.rank + 1, numel, dtype).view(shape)
+        verbs.broadcast(axis, tensor, "broadcast")
         assert same_bits(tensor.view(-1), values(1, numel, dtype))
-    turned = values(mesh.rank + 1, 15, dtype).view(3, 5).t()  # not contiguous
-    verbs.broadcast(mesh, turned, "broadcast")
+    turned = values(axis.rank + 1, 15, dtype).view(3, 5).t()  # not contiguous
+    verbs.broadcast(axis, turned, "broadcast")
     assert torch.equal(turned, values(1, 15, dtype).view(3, 5).t())
-    last = values(mesh.rank + 1, NUMEL, dtype)
-    verbs.broadcast(mesh, last, "broadcast from the last rank", mesh.world - 1)
-    assert same_bits(last, values(mesh.world, NUMEL, dtype))
+    last = values(axis.rank + 1, NUMEL, dtype)
+    verbs.broadcast(axis, last, "broadcast from the last rank", axis.size - 1)
+    assert same_bits(last, values(axis.size, NUMEL, dtype))
 
 
-def check_all_to_all(mesh: Mesh, dtype: torch.dtype) -> None:
+def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
     """Rank r sends rank q a part of r * q elements: some are empty, and rank 0 sends and gets nothing at all."""
 
     def parts(sender: int) -> list[Tensor]:
-        return [values(10 * sender + taker, sender * taker, dtype) for taker in range(mesh.world)]
+        return [values(10 * sender + taker, sender * taker, dtype) for taker in range(axis.size)]
 
-    sent, wanted = parts(mesh.rank), [parts(sender)[mesh.rank] for sender in range(mesh.world)]
+    sent, wanted = parts(axis.rank), [parts(sender)[axis.rank] for sender in range(axis.size)]
     numels = [[part.numel() for part in each] for each in (wanted, sent)]
     received = torch.empty(sum(numels[0]), dtype=dtype)
-    found = verbs.all_to_all(mesh, received, torch.cat(sent), *numels, "all to all").wait()
+    found = verbs.all_to_all(axis, received, torch.cat(sent), *numels, "all to all").wait()
     assert found is received and same_bits(found, torch.cat(wanted))
 
 
-def check_gather_vector(mesh: Mesh, dtype: torch.dtype) -> None:
-    rows = verbs.gather_vector(mesh, values(mesh.rank, NUMEL, dtype), "vector")
-    assert same_bits(rows, torch.stack([values(rank, NUMEL, dtype) for rank in range(mesh.world)]))
-    every_other = values(mesh.rank, 2 * NUMEL, dtype)[::2]
-    rows = verbs.gather_vector(mesh, every_other, "vector")
+def check_gather_vector(axis: Axis, dtype: torch.dtype) -> None:
+    rows = verbs.gather_vector(axis, values(axis.rank, NUMEL, dtype), "vector")
+    assert same_bits(rows, torch.stack([values(rank, NUMEL, dtype) for rank in range(axis.size)]))
+    every_other = values(axis.rank, 2 * NUMEL, dtype)[::2]
+    rows = verbs.gather_vector(axis, every_other, "vector")
     assert same_bits(rows[0].clone(), values(0, 2 * NUMEL, dtype)[::2].clone())
 
 
-def check_agree_max(mesh: Mesh) -> None:
-    mine = torch.tensor([mesh.rank, -mesh.rank, 5], dtype=torch.int32)
-    assert verbs.agree_max(mesh, mine, "agree").tolist() == [mesh.world - 1, 0, 5]
+def check_agree_max(axis: Axis) -> None:
+    mine = torch.tensor([axis.rank, -axis.rank, 5], dtype=torch.int32)
+    assert verbs.agree_max(axis, mine, "agree").tolist() == [axis.size - 1, 0, 5]
 
 
-def check_traffic(mesh: Mesh) -> None:
+def check_traffic(axis: Axis) -> None:
     """What is counted is what a rank must send: a part of each verb's bytes for every other rank."""
-    mesh.traffic.reset()
-    others, nbytes = mesh.world - 1, NUMEL * 4
-    verbs.gather(mesh, torch.zeros(mesh.world * NUMEL), torch.zeros(NUMEL), "gather").wait()
-    start_reduce(mesh, torch.zeros(mesh.world * NUMEL)).wait()
-    verbs.gather_vector(mesh, torch.zeros(3), "vector")
-    counted = mesh.traffic.summary()
+    axis.observer = Observer()
+    others, nbytes = axis.size - 1, NUMEL * 4
+    verbs.gather(axis, torch.zeros(axis.size * NUMEL), torch.zeros(NUMEL), "gather").wait()
+    start_reduce(axis, torch.zeros(axis.size * NUMEL)).wait()
+    verbs.gather_vector(axis, torch.zeros(3), "vector")
+    counted = axis.traffic.summary()
     if others == 0:
         assert counted == {"bytes_sent": 0, "collectives": 0, "calls": {}, "bytes_by_verb": {}}
         return
@@ -137,19 +138,19 @@ def check_traffic(mesh: Mesh) -> None:
 
 
 def check_verbs() -> int:
-    mesh = mesh_here()
+    axis = mesh_here()
     for dtype in DTYPES:
-        check_gather(mesh, dtype)
-        check_gather_in_place(mesh, dtype)
-        check_broadcast(mesh, dtype)
-        check_all_to_all(mesh, dtype)
-        check_gather_vector(mesh, dtype)
+        check_gather(axis, dtype)
+        check_gather_in_place(axis, dtype)
+        check_broadcast(axis, dtype)
+        check_all_to_all(axis, dtype)
+        check_gather_vector(axis, dtype)
     for dtype in FLOATS:
-        for factor in (1.0, 1.0 / mesh.world, 3.0):
-            check_reduce(mesh, dtype, factor)
-    check_agree_max(mesh)
-    check_traffic(mesh)
-    return mesh.world
+        for factor in (1.0, 1.0 / axis.size, 3.0):
+            check_reduce(axis, dtype, factor)
+    check_agree_max(axis)
+    check_traffic(axis)
+    return axis.size
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -166,12 +167,12 @@ def test_the_order_of_a_sum_can_be_seen_in_its_bits() -> None:
 
 def several_moves() -> list[bool]:
     """Gathers and reduces under way at once, waited for in another order than they were started."""
-    mesh = mesh_here()
-    everyone = [values(rank, mesh.world * NUMEL, torch.float32) for rank in range(mesh.world)]
-    fulls = [torch.empty(mesh.world * NUMEL) for _ in range(3)]
-    gathers = [verbs.gather(mesh, full, everyone[mesh.rank][:NUMEL] + i, "gather") for i, full in enumerate(fulls)]
-    reduces = [start_reduce(mesh, everyone[mesh.rank] + i) for i in range(3)]
-    mine = slice(mesh.rank * NUMEL, (mesh.rank + 1) * NUMEL)
+    axis = mesh_here()
+    everyone = [values(rank, axis.size * NUMEL, torch.float32) for rank in range(axis.size)]
+    fulls = [torch.empty(axis.size * NUMEL) for _ in range(3)]
+    gathers = [verbs.gather(axis, full, everyone[axis.rank][:NUMEL] + i, "gather") for i, full in enumerate(fulls)]
+    reduces = [start_reduce(axis, everyone[axis.rank] + i) for i in range(3)]
+    mine = slice(axis.rank * NUMEL, (axis.rank + 1) * NUMEL)
     right = []
     for i in (2, 0, 1):
         right.append(same_bits(reduces[i].wait(), summed([(full + i)[mine] for full in everyone], 1.0)))
@@ -187,9 +188,9 @@ def test_moves_may_overlap(ranks: Callable[..., list[Any]]) -> None:
 
 
 def exchanged(unequal: bool) -> list[Any]:
-    mesh = mesh_here()
-    value = {"rank": mesh.rank, "text": "ä" * (mesh.rank if unequal else 3), "nothing": None}
-    return exchange(mesh, value, "exchange of values")
+    axis = mesh_here()
+    value = {"rank": axis.rank, "text": "ä" * (axis.rank if unequal else 3), "nothing": None}
+    return exchange(axis, value, "exchange of values")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -200,9 +201,9 @@ def test_exchange_gives_every_rank_s_value_in_rank_order(ranks: Callable, world:
 
 
 def compared(lines_by_rank: list[list[str]]) -> str:
-    mesh = mesh_here()
+    axis = mesh_here()
     try:
-        same_everywhere(mesh, "plans", lines_by_rank[mesh.rank])
+        same_everywhere(axis, "plans", lines_by_rank[axis.rank])
     except ValueError as error:
         return str(error)
     return "same"
@@ -226,13 +227,13 @@ def test_the_first_difference_is_told() -> None:
 
 def gather_alone(absent: int) -> str:
     """Every rank but one gathers, with a timeout of a second."""
-    mesh = mesh_here(timeout=1.0)
+    axis = mesh_here(timeout=1.0)
     before, stuck.GRACE_SECONDS = stuck.GRACE_SECONDS, 1.0
     try:
-        if mesh.rank == absent:
+        if axis.rank == absent:
             time.sleep(4.0)
             return "away"
-        verbs.gather(mesh, torch.zeros(mesh.world * NUMEL), torch.zeros(NUMEL), "gather of unit 'x'").wait()
+        verbs.gather(axis, torch.zeros(axis.size * NUMEL), torch.zeros(NUMEL), "gather of unit 'x'").wait()
     except RuntimeError as error:
         return str(error)
     finally:
@@ -248,8 +249,8 @@ def test_a_rank_that_never_comes_is_named_by_the_others(ranks: Callable[..., lis
 
 
 def explained(labels: list[str], text: str) -> str:
-    mesh = mesh_here()
-    return str(stuck.explain(mesh, labels[mesh.rank], RuntimeError(text)))
+    axis = mesh_here()
+    return str(stuck.explain(axis, labels[axis.rank], RuntimeError(text)))
 
 
 def test_ranks_at_different_places_are_told_where_the_others_were(ranks: Callable[..., list[Any]]) -> None:
@@ -270,11 +271,11 @@ def test_ranks_at_the_same_place_are_told_that_all_were_there(ranks: Callable[..
 def test_a_mesh_of_some_ranks_counts_and_speaks_of_them_alone(ranks: Callable[..., list[Any]]) -> None:
     def pairs() -> tuple[int, int, list[float]]:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        mesh = make_mesh(groups[dist.get_rank() % 2], torch.device("cpu"), deterministic=False, timeout=60.0)
+        axis = make_axis(groups[dist.get_rank() % 2], torch.device("cpu"), deterministic=False, timeout=60.0)
         full = torch.zeros(2)
-        verbs.gather(mesh, full, torch.tensor([float(dist.get_rank())]), "gather").wait()
+        verbs.gather(axis, full, torch.tensor([float(dist.get_rank())]), "gather").wait()
         tensor = torch.tensor([float(dist.get_rank())])
-        verbs.broadcast(mesh, tensor, "broadcast")
-        return mesh.rank, mesh.world, [*full.tolist(), *tensor.tolist()]
+        verbs.broadcast(axis, tensor, "broadcast")
+        return axis.rank, axis.size, [*full.tolist(), *tensor.tolist()]
 
     assert ranks(pairs, 4) == [(0, 2, [0, 2, 0]), (0, 2, [1, 3, 1]), (1, 2, [0, 2, 0]), (1, 2, [1, 3, 1])]

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zeor
-from zeor.data import devices
+from zeor.data import loader as following
 
 META = torch.device("meta")
 
@@ -47,14 +47,14 @@ def test_tensors_are_moved_wherever_they_are():
         "pair": Pair(x, x), "list": [x, "text", 3, None], "sample": Sample(x, "a", {"y": x}), "code": Encoding(x),
         "packed": pack_sequence([x]),
     }  # fmt: skip
-    moved = devices.move(batch, META)
+    moved = following.move(batch, META)
     assert isinstance(moved["pair"], Pair) and moved["pair"].x.is_meta and moved["pair"].y.is_meta
     assert moved["list"][0].is_meta and moved["list"][1:] == ["text", 3, None]
     assert moved["sample"].x.is_meta and moved["sample"].inner["y"].is_meta and moved["sample"].name == "a"
     assert moved["code"].ids.is_meta
     assert moved["packed"].data.is_meta and not moved["packed"].batch_sizes.is_meta
     assert x.device.type == "cpu" and batch["list"][0] is x, "the caller's own batch is as it was"
-    assert devices.move(batch, torch.device("cpu"))["pair"].x is x
+    assert following.move(batch, torch.device("cpu"))["pair"].x is x
 
 
 class Numbers(IterableDataset):
@@ -80,10 +80,10 @@ class Endless(torch.utils.data.Sampler):
 
 @pytest.fixture
 def nobody_said():
-    before = devices._followed[:]
-    devices._followed.clear()
+    before = following._followed[:]
+    following._followed.clear()
     yield
-    devices._followed[:] = before
+    following._followed[:] = before
 
 
 @pytest.mark.parametrize("kind", list(loaders()))
@@ -91,7 +91,7 @@ def test_a_loader_follows_the_model_or_what_it_was_told(nobody_said, kind):
     sharded, told = zeor.data.shard(loaders()[kind]), zeor.data.shard(loaders()[kind], device="meta")
     assert not any(tensor.is_meta for batch in sharded for tensor in _tensors(batch))
     assert all(tensor.is_meta for batch in told for tensor in _tensors(batch))
-    devices.follow(META)
+    following.follow(META)
     assert all(tensor.is_meta for batch in sharded for tensor in _tensors(batch))
     kept = zeor.data.shard(loaders()[kind], device="cpu")
     assert not any(tensor.is_meta for batch in kept for tensor in _tensors(batch))
@@ -106,7 +106,7 @@ def _tensors(batch: Any) -> list[Tensor]:
 def test_a_sharded_model_is_followed(nobody_said):
     model = nn.Linear(2, 2)
     zeor.shard(model, device="cpu")
-    assert devices.followed() == torch.device("cpu")
+    assert following.followed() == torch.device("cpu")
 
 
 def test_a_position_is_counted_as_before(nobody_said):

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import zeor
 from tests.data.test_parts import Numbers, check_cover, samples
 from tests.data.test_position import take
-from zeor.data import history, seeds
+from zeor.data import position, seeds
 
 
 class Shuffled(IterableDataset):
@@ -153,10 +153,10 @@ def test_a_history_ends_with_the_users_loader() -> None:
     mine = loaders()["samples"]
     number, gone = id(mine), weakref.ref(mine)
     samples(zeor.data.shard(mine))
-    assert number in history._histories
+    assert number in position._histories
     del mine
     gc.collect()
-    assert gone() is None and number not in history._histories
+    assert gone() is None and number not in position._histories
 
 
 @pytest.mark.parametrize("workers", [0, 1])

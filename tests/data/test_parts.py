@@ -29,6 +29,7 @@ from torch.utils.data import (
 from zeor import data
 from zeor.data import fingerprint
 from zeor.data.parts import shard_for
+from zeor.data.position import History
 
 
 class Numbers(Dataset):
@@ -76,7 +77,7 @@ def test_loader_parts_cover_everything_once(
     numel: int, world: int, batch_size: int, shuffle: bool, drop: bool
 ) -> None:
     loader = DataLoader(Numbers(numel), batch_size=batch_size, shuffle=shuffle and numel > 0)
-    sharded = parts(loader, world, drop_last=drop)
+    sharded = parts(loader, world, ends="drop" if drop else "pad")
     for _epoch in range(2):
         batches = [list(part) for part in sharded]
         assert [len(part) for part in batches] == [len(part) for part in sharded]
@@ -89,7 +90,7 @@ def test_loader_parts_cover_everything_once(
 def test_dataset_parts_cover_everything_once(
     numel: int, world: int, shuffle: bool | None, drop: bool
 ) -> None:
-    sharded = parts(Numbers(numel), world, shuffle=shuffle, drop_last=drop)
+    sharded = parts(Numbers(numel), world, shuffle=shuffle, ends="drop" if drop else "pad")
     if world > 1:
         check_cover([list(part) for part in sharded], numel, drop)
 
@@ -110,7 +111,7 @@ def test_each_epoch_is_shuffled_anew_and_can_be_set() -> None:
     assert samples(sharded) == epochs[2], "epochs count on from the one that was set"
     sharded.sampler.set_epoch(0)
     assert samples(sharded) == epochs[0]
-    assert samples(shard_for(loader, 0, 2, seed=5)) != epochs[0]
+    assert samples(shard_for(loader, 0, 2, history=History(5))) != epochs[0]
 
 
 def test_order_does_not_depend_on_the_ranks_own_random_state() -> None:
@@ -225,7 +226,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="int is none of these"):
         shard_for(3, 0, 2)
     with pytest.raises(ValueError, match="uneven=True is for streams"):
-        shard_for(DataLoader(Numbers(3)), 0, 2, uneven=True)
+        shard_for(DataLoader(Numbers(3)), 0, 2, ends="uneven")
     with pytest.raises(ValueError, match="mapping"):
         shard_for({"train": [1], "test": [2]}, 0, 2)
     with pytest.raises(ValueError, match="does not exist"):

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tests.data.test_parts import Numbers, parts, samples
 from zeor.data.parts import shard_for
+from zeor.data.position import History
 
 sizes = st.integers(0, 60)
 worlds = st.integers(1, 5)
@@ -188,7 +189,7 @@ def test_a_position_in_other_data_or_another_order_is_refused() -> None:
     state = first.state_dict()
     for other, options, message in (
         (DataLoader(Numbers(13), shuffle=True), {}, "numel=12, and here numel is 13"),
-        (DataLoader(Numbers(12), shuffle=True), {"seed": 5}, "seed=0, and here seed is 5"),
+        (DataLoader(Numbers(12), shuffle=True), {"history": History(5)}, "seed=0, and here seed is 5"),
         (DataLoader(Numbers(12)), {}, "order='RandomSampler', and here order is 'SequentialSampler'"),
         (DataLoader(Numbers(12), batch_sampler=[[0, 1], [2]]), {}, "saved for map-style samples"),
     ):

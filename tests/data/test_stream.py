@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from zeor.data.parts import shard_for
+from zeor.data.position import History
 from zeor.data.stream import RankStream
 
 
@@ -78,7 +79,8 @@ def test_no_sample_twice_and_none_lost(
     numel: int, world: int, batch_size: int, drop: bool, uneven: bool, shuffle: bool
 ) -> None:
     loader = DataLoader(Stream(numel), batch_size=batch_size)
-    sharded = parts(loader, world, drop_last=drop, uneven=uneven, shuffle=5 if shuffle else None)
+    ends = "uneven" if uneven else "drop" if drop else "pad"
+    sharded = parts(loader, world, ends=ends, shuffle=5 if shuffle else None)
     for _epoch in range(2):
         got = [flat(part) for part in sharded]
         seen, lengths = Counter(sample for part in got for sample in part), {len(part) for part in got}
@@ -94,7 +96,7 @@ def test_no_sample_twice_and_none_lost(
 def test_the_last_round_is_filled_up_from_itself() -> None:
     assert [flat(part) for part in parts(Stream(10), 4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 8], [3, 7, 9]]
     assert [flat(part) for part in parts(Stream(2), 3)] == [[0], [1], [0]]
-    assert [flat(part) for part in parts(Stream(10), 4, drop_last=True)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [flat(part) for part in parts(Stream(10), 4, ends="drop")] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @pytest.mark.parametrize("stream", [Stream(23), SplitsByWorker(23)], ids=["plain", "splits itself by worker"])
@@ -133,7 +135,7 @@ def test_generator_functions_and_any_iterable() -> None:
 def test_lengths_are_known_where_the_stream_knows_its_own() -> None:
     assert [len(part) for part in parts(Sized(7), 2)] == [4, 4]
     assert len(shard_for(DataLoader(Sized(7), batch_size=3), 0, 2)) == 2
-    assert len(shard_for(Sized(7), 0, 2, drop_last=True)) == 3
+    assert len(shard_for(Sized(7), 0, 2, ends="drop")) == 3
     with pytest.raises(TypeError, match="Stream has no length"):
         len(shard_for(Stream(7), 0, 2))
 
@@ -200,13 +202,13 @@ def test_epochs_reach_the_stream_also_in_workers(workers: int, persistent: bool)
 
 
 def test_shuffling_through_a_buffer() -> None:
-    part = shard_for(DataLoader(Stream(100), batch_size=10), 0, 1, shuffle=20, seed=3)
+    part = shard_for(DataLoader(Stream(100), batch_size=10), 0, 1, shuffle=20, history=History(3))
     epochs = [flat(part) for _ in range(2)]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
     assert all(sample < position + 20 for position, sample in enumerate(epochs[0])), "from the buffer only"
     part.set_epoch(0)
     assert flat(part) == epochs[0]
-    assert flat(shard_for(Stream(100), 0, 1, shuffle=20, seed=4)) != epochs[0]
+    assert flat(shard_for(Stream(100), 0, 1, shuffle=20, history=History(4))) != epochs[0]
     assert flat(shard_for(Stream(100), 0, 1, shuffle=True)) != list(range(100))
 
 
@@ -244,7 +246,7 @@ def test_a_stream_goes_on_in_any_world(
     def loader() -> DataLoader:
         return DataLoader(Stateful(numel) if stateful else Stream(numel), batch_size=batch_size)
 
-    options: dict[str, Any] = {"drop_last": drop, "shuffle": 4 if shuffle else None}
+    options: dict[str, Any] = {"ends": "drop" if drop else "pad", "shuffle": 4 if shuffle else None}
     part_numel = numel // before if drop else -(-numel // before)
     done = min(done, -(-part_numel // batch_size))  # the pass is left there, not ended
     first = [shard_for(loader(), rank, before, **options) for rank in range(before)]
@@ -347,21 +349,21 @@ class Files(Stream):
 
 
 def test_uneven_cuts_a_stream_of_files_by_files() -> None:
-    sharded = parts(DataLoader(Files([0, 1, 2]), batch_size=4, num_workers=2), 2, uneven=True)
+    sharded = parts(DataLoader(Files([0, 1, 2]), batch_size=4, num_workers=2), 2, ends="uneven")
     assert [flat(part) for part in sharded] == [[*range(10), *range(20, 30)], list(range(10, 20))]
-    few = [flat(part) for part in parts(Files([0]), 2, uneven=True)]
+    few = [flat(part) for part in parts(Files([0]), 2, ends="uneven")]
     assert few == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]], "fewer files than ranks are dealt out"
     even = [flat(part) for part in parts(Files([0, 1, 2]), 2)]
     assert len(even[0]) == len(even[1]) == 15, "and by default ranks end together"
 
 
 def test_the_position_in_ones_own_files_belongs_to_that_rank() -> None:
-    first = shard_for(DataLoader(Files([0, 1, 2]), batch_size=4), 1, 2, uneven=True)
+    first = shard_for(DataLoader(Files([0, 1, 2]), batch_size=4), 1, 2, ends="uneven")
     before = take(first, 2)
-    again = shard_for(DataLoader(Files([0, 1, 2]), batch_size=4), 1, 2, uneven=True)
+    again = shard_for(DataLoader(Files([0, 1, 2]), batch_size=4), 1, 2, ends="uneven")
     assert before + flat(resumed(again, first.state_dict())) == list(range(10, 20))
     with pytest.raises(ValueError, match=r"own=\[1, 2\], and here own is \[0, 2\]"):
-        shard_for(Files([0, 1, 2]), 0, 2, uneven=True).load_state_dict(first.state_dict())
+        shard_for(Files([0, 1, 2]), 0, 2, ends="uneven").load_state_dict(first.state_dict())
 
 
 def test_a_stream_split_by_rank_already_is_left_whole_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

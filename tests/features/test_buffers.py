@@ -334,7 +334,7 @@ def test_rank_0_may_evaluate_alone_where_parameters_are_whole(ranks, stage):
 def alone_at_stage_3(together_before: bool) -> str:
     """As over NCCL, where ranks do not meet before a forward (tests/comm/test_meeting.py has the other case)."""
     model, optimizer = sharded(3, timeout=3)
-    state_of(model).engine.mesh.meeting = None
+    state_of(model).engine.axes.everyone.meets = False
     loops.train(model, optimizer, range(2), loops.own_loss)
     if together_before:
         evaluate(model)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zeor
-from zeor.data import devices
+from zeor.data import loader as loaders
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_a_model_from_the_cpu_trains_on_the_gpu(options):
 def test_batches_come_on_the_gpu_whole():
     model = nn.Linear(16, 4)
     zeor.shard(model)
-    assert devices.followed() == torch.device("cuda", 0)
+    assert loaders.followed() == torch.device("cuda", 0)
     for x, y in zeor.data.shard(data()):
         assert x.is_cuda and y.is_cuda
     for x, y in zeor.data.shard(data(), device="cpu"):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
 from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.optim.kernels.adam import AdamRun, AdamSettings, adam_pass
 from zeor.optim.kernels.protocol import Launch
-from zeor.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
 from zeor.optim.kernels.registry import unavailable_reason
 from zeor.optim.kernels.sgd import SGDRun, SGDSettings, sgd_pass
 

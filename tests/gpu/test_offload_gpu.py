@@ -39,7 +39,7 @@ def train(rank: int, world: int, steps: int = 8, clip: bool = True, optimizer: s
     with zeor.full_params(model):
         for param in model.parameters():
             digest.update(param.detach().float().cpu().numpy().tobytes())
-    for piece in (p for p in state_of(model).steppers[0].pieces() if p.begin is not None):
+    for piece in (p for p in state_of(model).steppers[0].state.pieces() if p.begin is not None):
         digest.update(piece.value.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -9,11 +9,11 @@ import os
 import pytest
 import torch
 
+from tests.optim.kernels.reference import adam_pass_reference
 from zeor.memory.formats import join_into, split_into
 from zeor.memory.small import BLOCK_NUMEL, decode_into, encode_into, scale_count, storage_of
 from zeor.optim.kernels.adam import AdamRun, AdamSettings, adam_pass
 from zeor.optim.kernels.protocol import Launch
-from zeor.optim.kernels.reference import adam_pass_reference
 from zeor.optim.kernels.registry import unavailable_reason
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -233,3 +233,19 @@ def check_whole(stage: int) -> None:
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0)])
 def test_a_whole_state_loads_into_a_plain_optimizer(ranks, world, stage):
     ranks(check_whole, world, stage)
+
+
+def check_kept_groups() -> None:
+    model = loops.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, stage=3)
+    loops.train(model, optimizer, range(1), loops.own_loss)
+    kept = optimizer.param_groups[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in (kept, *optimizer.param_groups):
+        for found, param in zip(group["params"], model.parameters(), strict=True):
+            assert found is param
+
+
+def test_groups_that_the_user_kept_hold_his_parameters_after_a_load(ranks):
+    ranks(check_kept_groups, 2)

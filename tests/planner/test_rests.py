@@ -72,6 +72,11 @@ def options_of(case: str, folder: str) -> dict[str, Any]:
     return options
 
 
+def on_device(ring: WindowRing) -> int:
+    """Bytes of its windows."""
+    return sum(0 if window.device is None else window.device.numel() for window in ring._windows)
+
+
 def held(stage: int, precision: str, case: str, folder: str) -> dict[str, Any]:
     """After two steps, gradients still there: by role, by tier, and the most that windows had."""
     torch.manual_seed(0)
@@ -83,7 +88,7 @@ def held(stage: int, precision: str, case: str, folder: str) -> dict[str, Any]:
     windows = [0]
     if streaming is not None:
         run = WindowRing.run
-        WindowRing.run = lambda self, *args: (run(self, *args), windows.append(self.nbytes))[0]  # type: ignore[method-assign]
+        WindowRing.run = lambda self, *args: (run(self, *args), windows.append(on_device(self)))[0]  # type: ignore[method-assign]
     try:
         for _ in range(2):
             optimizer.zero_grad()

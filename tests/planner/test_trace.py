@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import zeor
 from zeor.model.discover import find_units
 from zeor.plan import Plan
-from zeor.planner.blocks import device_nbytes, pinned_nbytes, reused_nbytes
 from zeor.planner.computed_again import shelf_nbytes
+from zeor.planner.rests import device_nbytes, pinned_nbytes, reused_nbytes
 from zeor.planner.trace import Trace, Workload, trace
 
 MIB = 1 << 20

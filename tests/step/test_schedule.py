@@ -6,8 +6,9 @@ show the step of each stage line by line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 import zeor
 from zeor import api
-from zeor.step.schedule import Schedule, Traits
+from zeor.comm.observe import ACTION
+from zeor.plan import Plan
+from zeor.step.schedule import FIRST_READER, Action, LaneTraits, Schedule, Traits
 from zeor.tools import cli
 
 
@@ -34,8 +37,9 @@ def schedule(stage: int, prefetch: int = 1, overlap: bool = True, frozen: tuple[
     units = []
     for name in ("root", "a", "b", "c"):
         trains = name not in frozen
-        units.append(Traits(name, frees=stage == 3, trains=trains, publishes=trains and stage in (1, 2)))
-    return Schedule(tuple(units), (0, 1, 2, 3), (0, 3, 2, 1), prefetch, overlap)
+        lane = LaneTraits(frees=stage == 3, trains=trains, publishes=trains and stage in (1, 2))
+        units.append(Traits(name, (lane,)))
+    return Schedule(tuple(units), (0, 1, 2, 3), (0, 3, 2, 1), Plan(stage=stage, prefetch=prefetch, overlap=overlap))
 
 
 STAGE_3 = """\
@@ -55,7 +59,10 @@ backward exit   b     finish(c)  reduce(b)  free(b)
 backward enter  a     wait(a)
 backward exit   a     finish(b)  reduce(a)  free(a)
 backward end          free(root)  finish(a)  reduce(root)  finish(root)
-step                  update(root)  update(a)  update(b)  update(c)"""
+step            root  update(root)
+step            a     update(a)
+step            b     update(b)
+step            c     update(c)"""
 
 STAGE_3_PREFETCH_0 = """\
 forward enter   root  gather(root)  wait(root)
@@ -74,7 +81,10 @@ backward exit   b     finish(c)  reduce(b)  free(b)
 backward enter  a     gather(a)  wait(a)
 backward exit   a     finish(b)  reduce(a)  free(a)
 backward end          free(root)  finish(a)  reduce(root)  finish(root)
-step                  update(root)  update(a)  update(b)  update(c)"""
+step            root  update(root)
+step            a     update(a)
+step            b     update(b)
+step            c     update(c)"""
 
 STAGE_3_PREFETCH_2 = """\
 forward enter   root  gather(root)  wait(root)  gather(a)  gather(b)
@@ -93,7 +103,10 @@ backward exit   b     finish(c)  reduce(b)  free(b)
 backward enter  a     wait(a)
 backward exit   a     finish(b)  reduce(a)  free(a)
 backward end          free(root)  finish(a)  reduce(root)  finish(root)
-step                  update(root)  update(a)  update(b)  update(c)"""
+step            root  update(root)
+step            a     update(a)
+step            b     update(b)
+step            c     update(c)"""
 
 STAGE_2 = """\
 forward enter   root  wait(root)
@@ -112,9 +125,18 @@ backward exit   b     finish(c)  reduce(b)
 backward enter  a     wait(a)
 backward exit   a     finish(b)  reduce(a)
 backward end          finish(a)  reduce(root)  finish(root)
-step                  update(root)  publish(root)  update(a)  publish(a)  update(b)  publish(b)  update(c)  publish(c)"""  # noqa: E501
+step            root  update(root)  publish(root)
+step            a     update(a)  publish(a)
+step            b     update(b)  publish(b)
+step            c     update(c)  publish(c)
+first reader    root  wait(root)
+first reader    a     wait(a)
+first reader    b     wait(b)
+first reader    c     wait(c)"""
 
-STAGE_0 = STAGE_2.rpartition("\n")[0] + "\nstep                  update(root)  update(a)  update(b)  update(c)"
+STAGE_0 = STAGE_2.partition("first reader")[0].rstrip("\n")
+for _name in ("root", "a", "b", "c"):
+    STAGE_0 = STAGE_0.replace(f"  publish({_name})", "")
 
 
 def test_stage_3_gathers_one_unit_ahead_and_keeps_the_last() -> None:
@@ -158,11 +180,11 @@ def test_a_frozen_unit_is_gathered_but_neither_reduced_nor_updated() -> None:
         "backward exit   a     finish(c)  reduce(a)  free(a)",
     ]
     assert lines(found, "backward end") == ["backward end          free(root)  finish(a)"]
-    assert lines(found, "step") == ["step                  update(a)  update(c)"]
+    assert lines(found, "step") == ["step            a     update(a)", "step            c     update(c)"]
 
 
 def test_a_last_unit_that_backward_does_not_begin_with_is_freed() -> None:
-    found = Schedule(schedule(3).units, (0, 1, 2, 3), (0, 2, 3, 1), 0)
+    found = Schedule(schedule(3).units, (0, 1, 2, 3), (0, 2, 3, 1), Plan(prefetch=0))
     assert found.stays is None
     assert lines(found, "forward exit")[2] == "forward exit    c     free(c)"
 
@@ -170,30 +192,85 @@ def test_a_last_unit_that_backward_does_not_begin_with_is_freed() -> None:
 def test_events_that_were_not_expected_have_no_actions() -> None:
     found = schedule(3)
     assert found.at("forward enter", 7) == ()
-    assert [str(action) for action in found.at("forward exit", 1)] == ["free(1)"]
+    assert [str(action) for action in found.at("forward exit", 1)] == ["free(1, lane 0)"]
+
+
+def test_an_unknown_action_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'gahter' is not an action of a schedule; use one of .*'gather'"):
+        Action("gahter", 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("action", [Action("update", 0, 0), Action("wait", 0, 0), Action("publish", 0)], ids=str)
+def test_an_action_that_a_pass_cannot_carry_out_is_refused(action: Action) -> None:
+    model = Model()
+    zeor.shard(model, stage=2)
+    with pytest.raises(ValueError, match=f"{re.escape(str(action))} is not an action that a pass can carry out"):
+        api._state(model).engine.passes.do([action])
+
+
+SEVERAL_LANES = """\
+forward enter   root  wait(root)  fetch(a, lane 0)  gather(a, lane 0)  gather(a, lane 1)
+forward enter   a     wait(a)
+forward exit    a
+forward exit    root
+backward enter  root  wait(root)
+backward enter  a     wait(a)
+backward exit   a     reduce(a, lane 0)  free(a, lane 0)  free(a, lane 1)
+backward end          finish(a, lane 0)  spill(a, lane 0)  reduce(root)  finish(root)
+step            root  update(root)
+step            a     fetch(a, lane 0)  update(a, lane 0)  spill(a, lane 0)
+step            root  publish(root)
+first reader    root  wait(root)"""
+
+
+def test_lanes_of_a_unit_and_tiers_are_told_apart() -> None:
+    """A root that is whole everywhere, and a unit of which one lane rests on the host and one is frozen."""
+    root = Traits("root", (LaneTraits(frees=False, trains=True, publishes=True),))
+    away = LaneTraits(True, True, False, fetched=True, spills=True, streams=True, update=("fetch", "update", "spill"))
+    unit = Traits("a", (away, LaneTraits(frees=True, trains=False, publishes=False)))
+    assert str(Schedule((root, unit), (0, 1), (0, 1), Plan(offload=zeor.Offload()))) == SEVERAL_LANES
 
 
 # What the engine does is what the schedule says.
 
 
-def trace_one(
-    stage: int, prefetch: int, overlap: bool, build: Callable[[], nn.Module] = Model
-) -> tuple[list[str], list[str], str]:
-    """The third step's record, and the schedule that it followed."""
+class Traced(NamedTuple):
+    done: list[str]  # the third step's record
+    planned: list[str]  # what the schedule lists for it
+    text: str
+    left: list[str]  # waits for lanes that the step left under way
+    readers: list[str]  # the same as listed
+
+
+def trace_one(build: Callable[[], nn.Module] = Model, adam: bool = False, **options: Any) -> Traced:
     torch.manual_seed(0)
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zeor.shard(model, optimizer, stage=stage, prefetch=prefetch, overlap=overlap)
+    optimizer = torch.optim.AdamW(model.parameters()) if adam else torch.optim.SGD(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, **options)
     engine = api._state(model).engine
+    done: list[str] = []
     for step in range(3):
-        engine.trace = []
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert engine.trace is not None
-    planned = [str(action) for _, _, actions in engine.schedule.rows for action in actions]
-    return [str(action) for action in engine.trace], planned, str(engine.schedule)
+        with engine.observer.listening(x.device) as records:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        actions = [record for record in records if record.kind == ACTION]
+        done = [str(Action(each.verb, each.index, each.lane)) for each in actions]  # type: ignore[arg-type]
+        assert {each.step for each in records} == {step}
+        under_way = [each.verb for each in actions if not each.end]  # by a thread of its own
+        assert set(under_way) <= {"fetch", "update", "spill"}
+        assert min(each.end - each.begin for each in actions if each.end) >= 0
+    left = [
+        str(Action("wait", unit.index, number))
+        for unit in engine.step_order()
+        for number, lane in enumerate(unit.lanes)
+        if lane.under_way
+    ]
+    planned: dict[bool, list[str]] = {True: [], False: []}
+    for event, _, actions in engine.schedule.rows:
+        planned[event == FIRST_READER] += map(str, actions)
+    return Traced(done, planned[False], str(engine.schedule), left, planned[True])
 
 
 SETTINGS = [
@@ -202,33 +279,94 @@ SETTINGS = [
 ]
 
 
-def trace_all() -> dict[tuple[int, int, bool], tuple[list[str], list[str], str]]:
-    return {setting: trace_one(*setting) for setting in SETTINGS}
+def trace_all() -> dict[tuple[int, int, bool], Traced]:
+    return {s: trace_one(stage=s[0], prefetch=s[1], overlap=s[2]) for s in SETTINGS}
 
 
 @pytest.fixture(scope="module")
-def traces(ranks: Callable[..., list[Any]]) -> list[dict[tuple[int, int, bool], tuple[list[str], list[str], str]]]:
+def traces(ranks: Callable[..., list[Any]]) -> list[dict[tuple[int, int, bool], Traced]]:
     return ranks(trace_all, 2)
 
 
 @pytest.mark.parametrize("stage, prefetch, overlap", SETTINGS)
 def test_the_engine_does_what_the_schedule_says(traces: Any, stage: int, prefetch: int, overlap: bool) -> None:
     for rank in traces:
-        done, planned, _ = rank[stage, prefetch, overlap]
-        assert done == planned
+        found = rank[stage, prefetch, overlap]
+        assert found.done == found.planned
+        assert found.left == found.readers
+
+
+class Block(nn.Module):
+    """Lanes of three sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))  # its master is wider
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.linear(x)) @ self.gain
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[Block() for _ in range(3)])
+        self.last = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) @ self.last
+
+
+HOST = {"moments": "host", "master": "host"}
+ALL_HOST = {**HOST, "grads": "host", "compute": "host"}
+ON_DEVICE = {"moments": "device", "master": "device"}
+TIERS: list[dict[str, Any]] = [
+    *({"stage": stage, "offload": HOST, "overlap": overlap} for stage in (0, 1, 2, 3) for overlap in (True, False)),
+    *({"stage": stage, "offload": {**HOST, "update": "host"}} for stage in (0, 1, 2, 3)),
+    *({"stage": stage, "offload": {**ON_DEVICE, "grads": "host"}} for stage in (2, 3)),
+    {"stage": 3, "offload": {**HOST, "grads": "host", "update": "host"}},
+    {"stage": 3, "offload": {**ON_DEVICE, "compute": "host"}},
+    {"stage": 3, "offload": {**HOST, "moments": {"device": 0.5, "host": 0.5}}},
+    *({"stage": 3, "offload": ALL_HOST, "overlap": overlap} for overlap in (True, False)),
+    *({"stage": stage, "release": True, "overlap": overlap} for stage in (0, 1, 2, 3) for overlap in (True, False)),
+    *({"stage": stage, "release": True, "offload": HOST} for stage in (0, 1, 2, 3)),
+    *({"stage": 3, "release": True, "offload": ALL_HOST, "overlap": overlap} for overlap in (True, False)),
+    *({"stage": stage, "delay": 1, "offload": HOST} for stage in (0, 1, 2, 3)),
+    *({"stage": stage, "keep_whole": 64} for stage in (2, 3)),
+]
+
+
+def trace_tiers() -> list[Traced]:
+    """nonfinite="ignore": on a CPU the look at gradients that rest elsewhere brings them back before the update."""
+    same = {"precision": "bf16", "nonfinite": "ignore"}
+    return [trace_one(Blocks, adam=True, **same, **options) for options in TIERS]
+
+
+@pytest.fixture(scope="module")
+def tier_traces(ranks: Callable[..., list[Any]]) -> list[list[Traced]]:
+    return ranks(trace_tiers, 2)
+
+
+@pytest.mark.parametrize("setting", range(len(TIERS)), ids=lambda n: str(TIERS[n]))
+def test_lanes_are_fetched_updated_spilled_and_published_as_the_schedule_says(tier_traces: Any, setting: int) -> None:
+    for rank in tier_traces:
+        found = rank[setting]
+        assert found.done == found.planned
+        assert found.left == found.readers
 
 
 def test_a_root_whose_output_is_its_last_unit_s_is_entered_first_all_the_same(ranks: Callable[..., list[Any]]) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
 
-    for done, planned, _ in ranks(trace_one, 2, 3, 2, True, build=build):
-        assert done == planned
+    for found in ranks(trace_one, 2, build, stage=3, prefetch=2):
+        assert found.done == found.planned
 
 
 def test_the_engine_s_own_schedule_is_the_golden_one(traces: Any) -> None:
     for (stage, prefetch), golden in {(3, 1): STAGE_3, (3, 0): STAGE_3_PREFETCH_0, (2, 1): STAGE_2}.items():
-        text = traces[0][stage, prefetch, True][2]
+        text = traces[0][stage, prefetch, True].text
         shown = text.replace("layers.0", "a").replace("layers.1", "b").replace("layers.2", "c")
         assert [line.split() for line in shown.splitlines()] == [line.split() for line in golden.splitlines()]
 
@@ -285,8 +423,13 @@ backward exit   positions  finish(blocks.0)  reduce(positions)  free(positions)
 backward enter  tokens     wait(tokens)
 backward exit   tokens     finish(positions)  reduce(tokens)  free(tokens)
 backward end               free(root)  finish(tokens)  reduce(root)  finish(root)
-step                       update(root)  update(tokens)  update(positions)  update(blocks.0)  update(blocks.1)  update(head)
-"""  # noqa: E501
+step            root       update(root)
+step            tokens     update(tokens)
+step            positions  update(positions)
+step            blocks.0   update(blocks.0)
+step            blocks.1   update(blocks.1)
+step            head       update(head)
+"""
 
 
 def test_zeor_schedule_prints_a_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def step_and_evaluate(trained: Trained) -> None:
 
 
 def costs_of_a_stage(stage: int) -> dict[str, Cost]:
-    trained = Trained(stage, units=[Block])
+    trained = Trained(stage, units=[Block], paths="dynamic")
     found = {
         "plain": trained.cost(trained.step),
         "accumulated": trained.cost(lambda: trained.step(micro=3)),
@@ -155,6 +155,9 @@ def costs_of_a_stage(stage: int) -> dict[str, Cost]:
     for name, options in {"serial": {"overlap": False}, "late": {"prefetch": 0}, "early": {"prefetch": 3}}.items():
         other = Trained(stage, units=[Block], **options)
         found[name] = other.cost(other.step)
+    settled = Trained(stage, units=[Block], paths="static")
+    found["settled"] = settled.cost(settled.step)
+    found["settled, no_sync"] = settled.cost(lambda: settled.step(micro=3, quiet=True))
     return found
 
 
@@ -211,6 +214,13 @@ def test_accumulation_reduces_each_backward(costs: Any, world: int, stage: int) 
 def test_no_sync_reduces_once(costs: Any, world: int, stage: int) -> None:
     for rank in costs[world, stage]:
         assert rank["no_sync"] == theory(world, stage, forwards=3, backwards=3, reducing=1)
+
+
+@pytest.mark.parametrize("world, stage", CASES)
+def test_settled_ranks_agree_once_per_backward_that_reduces(costs: Any, world: int, stage: int) -> None:
+    for rank in costs[world, stage]:
+        assert rank["settled"] == theory(world, stage)._replace(agrees=1)
+        assert rank["settled, no_sync"] == theory(world, stage, forwards=3, backwards=3)._replace(agrees=1)
 
 
 @pytest.mark.parametrize("world, stage", CASES)

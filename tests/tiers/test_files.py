@@ -212,7 +212,7 @@ def test_any_sequence_of_ranges_is_as_on_a_plain_tensor(
 
 def test_whole_pages_go_directly_and_edges_by_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskFolder(tmp_path) as folder:
-        assert folder.is_direct, "the tests want a temporary folder on a disk"
+        assert folder._direct.works, "the tests want a temporary folder on a disk"
         array, memory = folder.array("x", 8 * 1024, torch.float32), aligned(8 * 1024)
         opens = watch_opens(monkeypatch)
         array.write(1024, 4096, memory[1024:4096])
@@ -233,7 +233,7 @@ def test_whole_pages_go_directly_and_edges_by_the_cache(tmp_path: Path, monkeypa
 
 def test_the_map_and_direct_requests_see_each_other(tmp_path: Path) -> None:
     with DiskFolder(tmp_path) as folder:
-        assert folder.is_direct
+        assert folder._direct.works
         array, memory = folder.array("x", 1 << 20, torch.float32), aligned(1 << 20)
         shared, second = array.tensor, array.tensor
         for value in range(1, 6):
@@ -309,7 +309,7 @@ def test_a_filesystem_that_refuses_direct_requests_is_served_by_the_cache(
         fail(monkeypatch, "open", errno.EINVAL, lambda path, flags, *_: bool(flags & os.O_DIRECT))
     with caplog.at_level(logging.INFO, logger="zeor"), DiskFolder(tmp_path) as folder:
         if where == "preadv":  # accepted at first, and refused while in use
-            assert folder.is_direct
+            assert folder._direct.works
             real = os.preadv
 
             def refusing(descriptor: int, parts: list[memoryview], position: int) -> int:
@@ -322,7 +322,7 @@ def test_a_filesystem_that_refuses_direct_requests_is_served_by_the_cache(
             array, into = folder.array("x", NUMEL, torch.float32), aligned(NUMEL)
             array.write(0, NUMEL, torch.full((NUMEL,), float(number)))
             array.read(0, NUMEL, into)
-            assert (into == number).all() and not folder.is_direct
+            assert (into == number).all() and not folder._direct.works
     assert [record.getMessage() for record in caplog.records] == [
         f"zeor: no direct reads and writes in {tmp_path} (Invalid argument); the page cache serves."
     ]
@@ -344,7 +344,7 @@ def test_a_filesystem_whose_cache_is_not_in_step_is_found_out(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "preadv", stale)
     with DiskFolder(tmp_path) as folder:
-        assert not folder.is_direct
+        assert not folder._direct.works
         assert os.listdir(folder.path) == ["lock"]
 
 

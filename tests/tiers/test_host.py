@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -191,7 +192,7 @@ def test_a_forked_child_neither_unpins_nor_unmaps_pinned_memory(monkeypatch: pyt
 
 @pytest.mark.gpu
 def test_registered_memory_is_pinned_copies_asynchronously_and_a_second_registration_is_refused() -> None:
-    with HostArena(pin=True) as arena:
+    with contextlib.closing(HostArena(pin=True)) as arena:
         tensor = arena.take(3_000_001, torch.float32)
         assert arena.pinned and tensor.is_pinned() and tensor[1_000_000:].is_pinned()
         there = torch.arange(3_000_001, dtype=torch.float32, device="cuda")

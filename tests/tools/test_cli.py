@@ -156,6 +156,11 @@ def test_predicted_bytes_shrink_with_the_stage() -> None:
     assert plan.predict(config, 4, 0)["compute"] == 4 * numel
 
 
+def test_a_schedule_that_cannot_be_is_one_sentence() -> None:
+    with pytest.raises(SystemExit, match=r"^zeor: .*prefetch"):
+        cli.main(["schedule", "--layers", "2", "--prefetch", "-1"])
+
+
 def test_schedule_prints_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schedule", "--layers", "2", "--stage", "3"]) == 0
     text = capsys.readouterr().out
@@ -252,3 +257,23 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def test_schedule_record_puts_what_was_done_beside_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schedule", "--record", "--layers", "2", "--width", "64", "--stage", "3"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["planned", "recorded", "ms", "took", "bytes"]
+    cells = [row.split() for row in rows]
+    assert [row[1] for row in cells] == [row[0] for row in cells]
+    verbs = {row[0].partition("(")[0] for row in cells}
+    assert verbs == {"gather", "wait", "free", "reduce", "finish", "update", "publish"}
+    assert min(float(row[3]) for row in cells) >= 0
+    sizes = {tuple(row[4:]) for row in cells if row[0] == "gather(blocks.0)"}
+    assert sizes == {("196.6", "kB")}, "four matrices of 12 * 64 * 64 elements together"
+
+
+def test_schedule_record_refuses_what_cannot_be_trained_here() -> None:
+    with pytest.raises(SystemExit, match=r"--record trains the model on this host's CPU, and 6,.* are too many"):
+        cli.main(["schedule", "--record", "--size", "7b"])
+    with pytest.raises(SystemExit, match="at least one rank"):
+        cli.main(["schedule", "--record", "--ranks", "0"])

@@ -31,6 +31,7 @@ def training(folder: Path, ranks: int, *more: str) -> Iterator[tuple[subprocess.
             [sys.executable, "-m", "zeor.tools.cli", "train", "--steps", str(STEPS), *sizes, *more],
             stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run where it is ignored
         )  # fmt: skip
     try:
         waited_until = time.monotonic() + 120

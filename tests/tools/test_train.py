@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zeor.tools import train
+from zeor.tools.cli import main
 from zeor.tools.plan import ROLES
 from zeor.tools.train import TrainSettings, run_rank
 
@@ -46,7 +47,7 @@ def test_a_small_run_learns_and_measures(ranks: Ranks, text: Path) -> None:
 @pytest.mark.long
 def test_from_the_command_line(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--steps", "3", "--layers", "1", "--width", "32", "--batch", "2", "--text", str(text)]
-    assert train.main(options) == 0
+    assert main(["train", *options]) == 0
     out, err = capfd.readouterr()
     for expected in ("validation loss", "3 measured", "grad_norm: before clipping"):
         assert expected in out
@@ -98,11 +99,11 @@ def test_learning_rate_warms_up_and_falls() -> None:
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="there is no file"):
-        train.main(["--text", str(tmp_path / "none.txt")])
+        main(["train", "--text", str(tmp_path / "none.txt")])
     short = tmp_path / "short.txt"
     short.write_text("short")
     with pytest.raises(SystemExit, match="has 5 bytes; 2 ranks"):
-        train.main(["--text", str(short)])
+        main(["train", "--text", str(short)])
     with pytest.raises(SystemExit):
-        train.main(["--steps", "0"])
+        main(["train", "--steps", "0"])
     assert "not a positive number" in capsys.readouterr().err

@@ -13,11 +13,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeor.access.meta import Unfilled
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axis
 from zeor.step.handed_out import HandedOut
+from zeor.step.unfilled import Unfilled
 from zeor.step.unit import Slot, Unit, gather_values
 
 
@@ -57,14 +57,12 @@ def all_grads(units: Sequence[Unit], handed_out: HandedOut) -> dict[Slot, Tensor
 
 def take_part(units: Sequence[Unit], grads: bool) -> None:
     """The collectives of reading everything, unit by unit, keeping nothing: for a rank that only follows."""
-    for unit in units:
-        for lane in unit.lanes:
-            gather_values(lane, unit.members(lane))
-    if grads:
-        for unit in units:
-            for lane in unit.lanes:
-                if lane.grads is not None and any(lane.grads.has):
-                    lane.gather_grads()
+    lanes = [(unit, lane) for unit in units for lane in unit.lanes]
+    for unit, lane in lanes:
+        gather_values(lane, unit.members(lane))
+    for _, lane in lanes if grads else ():
+        if lane.grads is not None and any(lane.grads.has):
+            lane.gather_grads()
 
 
 class Shown:
@@ -96,7 +94,7 @@ class Shown:
         return written
 
 
-def check_unchanged(mesh: Mesh, root: nn.Module, slots: Collection[Slot]) -> None:
+def check_unchanged(axis: Axis, root: nn.Module, slots: Collection[Slot]) -> None:
     """Inside a write context values may change; parameters may not be exchanged for others. Raises on every rank,
     so that none is left waiting for the others' values."""
     present = set(root.modules())
@@ -104,7 +102,7 @@ def check_unchanged(mesh: Mesh, root: nn.Module, slots: Collection[Slot]) -> Non
     known = {id(slot.param) for slot in slots}
     added = [f"{name!r} was added" for name, param in root.named_parameters() if id(param) not in known]
     mine = mine or next(iter(added), "")
-    found = [mine] if mesh.fake else exchange(mesh, mine, "check at the end of zeor.full_params")
+    found = exchange(axis, mine, "check at the end of zeor.full_params")
     for rank, text in enumerate(found):
         if text:
             raise RuntimeError(
@@ -126,12 +124,12 @@ def _exchanged(slot: Slot, present: set[nn.Module]) -> str:
 
 
 @torch.no_grad()
-def spread(mesh: Mesh, slots: Collection[Slot]) -> dict[Slot, Tensor]:
+def spread(axis: Axis, slots: Collection[Slot]) -> dict[Slot, Tensor]:
     """Rank 0's values of these parameters, which are shown as plain ones, on every rank."""
     values = {}
     for slot in slots:
         values[slot] = slot.param.detach().clone()
-        verbs.broadcast(mesh, values[slot], f"broadcast of {slot.name!r}")
+        verbs.broadcast(axis, values[slot], f"broadcast of {slot.name!r}")
     return values
 
 

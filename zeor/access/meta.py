@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axis
+from zeor.memory.param import made_over
 from zeor.step.unfilled import BufferPlace, Unfilled
 from zeor.step.unit import Slot
 
@@ -34,25 +35,16 @@ def on_meta() -> Iterator[None]:
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         plain(module, name, param)
         if param is not None and not param.is_meta:
-            module._parameters[name] = _described(param)
+            module._parameters[name] = made_over(param, param.detach().to("meta"))
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]  # for a while
     try:
         yield
     finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]  # as it was
 
 
-def _described(param: nn.Parameter) -> nn.Parameter:
-    """The same parameter without its values; class and attributes of the user's stay."""
-    made = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-    if type(param) is not nn.Parameter:
-        made.__class__ = type(param)
-    made.__dict__.update(param.__dict__)
-    return made
-
-
-def settle(mesh: Mesh, model: nn.Module, slots: Sequence[Slot], unfilled: Unfilled) -> None:
+def settle(axis: Axis, model: nn.Module, slots: Sequence[Slot], unfilled: Unfilled) -> None:
     """Which parameters and buffers have no values: those on meta on rank 0. Raises where another rank has values
     that rank 0 lacks, as they would be lost."""
     buffers = list(named_buffers(model))
@@ -60,7 +52,7 @@ def settle(mesh: Mesh, model: nn.Module, slots: Sequence[Slot], unfilled: Unfill
         "".join("m" if slot.param.is_meta else "v" for slot in slots),
         "".join("m" if buffer.value.is_meta else "v" for buffer in buffers if buffer.value is not None),
     ]
-    everyone = [mine] if mesh.fake else exchange(mesh, mine, "exchange about parameters on the meta device")
+    everyone = exchange(axis, mine, "exchange about parameters on the meta device")
     kinds = (("Parameter", [slot.name for slot in slots]), ("Buffer", [buffer.name for buffer in buffers]))
     for (kind, names), place in zip(kinds, (0, 1)):
         first = everyone[0][place]
@@ -107,7 +99,7 @@ def receive_values(slots: Sequence[Slot], device: torch.device, unfilled: Unfill
 
 
 @torch.no_grad()
-def place_buffers(mesh: Mesh, model: nn.Module, unfilled: Unfilled) -> None:
+def place_buffers(axis: Axis, model: nn.Module, unfilled: Unfilled) -> None:
     """Every buffer that has values: on the mesh's device, rank 0's everywhere."""
     absent = {(buffer.module, buffer.attr) for buffer in unfilled.buffers}
     for module, attr, name in named_buffers(model):
@@ -115,13 +107,13 @@ def place_buffers(mesh: Mesh, model: nn.Module, unfilled: Unfilled) -> None:
         assert buffer is not None
         if (module, attr) in absent:
             continue
-        if buffer.is_meta or buffer.device.type != mesh.device.type:
-            placed = torch.empty_like(buffer, device=mesh.device)
+        if buffer.is_meta or buffer.device.type != axis.device.type:
+            placed = torch.empty_like(buffer, device=axis.device)
             if not buffer.is_meta:
                 placed.copy_(buffer)
             replace_buffer(model, buffer, placed)
             buffer = placed
-        verbs.broadcast(mesh, buffer, f"broadcast of buffer {name!r}")
+        verbs.broadcast(axis, buffer, f"broadcast of buffer {name!r}")
 
 
 def replace_buffer(model: nn.Module, buffer: Tensor, placed: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zeor.model.compiled import unwrapped
+from zeor.model.wrapped import unwrapped
 from zeor.step.engine import Engine
 from zeor.step.hooks import Hooks
 
@@ -38,7 +38,7 @@ ATTRIBUTE = "_zeor_sharded"
 
 
 def state_of(model: nn.Module) -> Sharded:
-    state = vars(unwrapped(model)).get(ATTRIBUTE)
+    state: Sharded | None = vars(model).get(ATTRIBUTE) or vars(unwrapped(model)).get(ATTRIBUTE)
     if state is None:
         raise ValueError("This model is not sharded; call zeor.shard(model, optimizer) first.")
     return state
@@ -52,5 +52,6 @@ def engine_of(model: Any) -> Engine:
             raise ValueError(
                 f"{type(model).__name__} is a torch optimizer; give the sharded model, or make it by zeor.optim."
             )
-        return stepper.engine
+        engine: Engine = stepper.engine
+        return engine
     return state_of(model).engine

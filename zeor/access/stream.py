@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from zeor.access.sharded import state_of
 from zeor.comm import verbs
 from zeor.comm.attendance import attend
-from zeor.comm.mesh import Mesh
 from zeor.layout import Segment
 from zeor.memory.buffers import Ledger
 from zeor.step import events
@@ -60,7 +59,8 @@ def iter_full(
     engine = state_of(model).engine
     engine.unfilled.check()
     wanted: Wanted = lambda slot: dtype or slot.dtype
-    largest = max(engine.slots, key=lambda slot: _needed_nbytes(slot, wanted))
+    units = engine.units
+    largest = max((slot for unit in units for slot in unit.slots), key=lambda slot: _needed_nbytes(slot, wanted))
     needed = _needed_nbytes(largest, wanted)
     cap = max(DEFAULT_NBYTES, needed) if max_bytes is None else max_bytes
     if needed > cap:
@@ -68,10 +68,11 @@ def iter_full(
             f"zeor.iter_full cannot stay under max_bytes={cap}: parameter {largest.name!r} alone takes {needed}; "
             "give at least that."
         )
-    if engine.announcer.block is None:
-        attend(engine.mesh, "zeor.iter_full")
-    engine.announce(events.OTHER, "zeor.iter_full", meets=False)
-    groups = plan_groups(engine.units, cap, wanted)
+    announcer = engine.announcer
+    if announcer.block is None:
+        attend(engine.axes.everyone, "zeor.iter_full")
+    announcer.announce(events.OTHER, "zeor.iter_full", meets=False)
+    groups = plan_groups(units, cap, wanted)
     return _stream(engine, groups, cap, wanted, list(model.named_buffers()) if buffers else [])
 
 
@@ -91,7 +92,11 @@ def _stream(
     engine.drain()
     ledger, listening = engine.ledger, True
     for number, group in enumerate(groups):
-        if not _anyone(group.lane.mesh, listening, number):
+        axis, anyone = group.lane.axes.everyone, listening
+        if axis.size > 1 and not axis.fake:
+            label = f"agreement in zeor.iter_full ({number})"
+            anyone = bool(verbs.agree_max(axis, torch.tensor([int(listening)]), label))
+        if not anyone:
             return
         for slot, value in _values(ledger, group, wanted, max_nbytes):
             if listening:
@@ -102,12 +107,6 @@ def _stream(
             del value  # the caller's alone from here on
     if listening:
         yield from ((name, buffer.detach().clone()) for name, buffer in buffers)
-
-
-def _anyone(mesh: Mesh, listening: bool, number: int) -> bool:
-    if mesh.world == 1 or mesh.fake:
-        return listening
-    return bool(verbs.agree_max(mesh, torch.tensor([int(listening)]), f"agreement in zeor.iter_full ({number})"))
 
 
 # ---- planning
@@ -161,7 +160,7 @@ def _source_dtype(lane: Lane, slots: Sequence[Slot], wanted: Wanted) -> torch.dt
 
 @torch.no_grad()
 def _values(ledger: Ledger, group: Group, wanted: Wanted, max_nbytes: int) -> Iterator[tuple[Slot, Tensor]]:
-    lane, device = group.lane, group.lane.mesh.device
+    lane, device = group.lane, group.lane.axes.device
     lane.wait()
     source = _source_dtype(lane, group.slots, wanted)
     if len(group.slots) == 1:
@@ -196,11 +195,11 @@ def _fill(ledger: Ledger, group: Group, source: torch.dtype, out: Tensor, staged
     for rank, begin, end in _pieces(group, source, most):
         target = out[begin - group.begin : end - group.begin]
         piece = target if direct else staging[: end - begin]
-        if rank in (None, lane.mesh.rank):
+        if rank in (None, lane.axes.shard.rank):
             first = 0 if rank is None else rank * lane.layout.slice_numel
             _read(lane, source, begin - first, piece, whole=rank is None)
         if rank is not None:
-            verbs.broadcast(lane.mesh, piece, label, rank)
+            verbs.broadcast(lane.axes.shard, piece, label, rank)
         if not direct:
             target.copy_(piece)
     ledger.drop("full", staging.nbytes)
@@ -210,7 +209,7 @@ def _pieces(group: Group, source: torch.dtype, most: int) -> Iterator[tuple[int 
     """(rank that holds it, or None where every rank does; begin; end) in elements of the lane."""
     lane, part = group.lane, group.lane.layout.slice_numel
     of_compute = source == lane.key.compute_dtype and not lane.lags
-    here = not lane.frees if of_compute else lane.updates_whole or lane.mesh.world == 1
+    here = not lane.frees if of_compute else lane.updates_whole or lane.axes.shard.size == 1
     begin = group.begin
     while begin < group.end:
         rank = None if here else begin // part

@@ -27,35 +27,21 @@ log = logging.getLogger("zeor")
 
 @overload
 def save(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    data: Any = None,
-    keep: int | None = 3,
-    asynchronous: Literal[False] = False,
-    busy: str = "wait",
-) -> Place: ...
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
+    step: int, extra: Mapping[str, Any] | None = None, data: Any = None, keep: int | None = 3,
+    asynchronous: Literal[False] = False, busy: str = "wait",
+) -> Place: ...  # fmt: skip
 
 
 @overload
 def save(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    data: Any = None,
-    keep: int | None = 3,
-    asynchronous: Literal[True],
-    busy: str = "wait",
-) -> Saving: ...
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
+    step: int, extra: Mapping[str, Any] | None = None, data: Any = None, keep: int | None = 3,
+    asynchronous: Literal[True], busy: str = "wait",
+) -> Saving: ...  # fmt: skip
 
 
-def save(
+def save(  # noqa: PLR0913 (public: each option is a keyword)
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -93,8 +79,8 @@ def save(
     if busy not in ("wait", "raise"):
         request = request._replace(error=ValueError(f"zeor.save(busy={busy!r}): give 'wait' or 'raise'."))
     run.announce_if_joining("zeor.save")
-    with lost_peers(run.mesh, *request.to.lost_words):
-        all_there(run.mesh, "zeor.save")
+    with lost_peers(run.everyone, *request.to.lost_words):
+        all_there(run.everyone, "zeor.save")
         saver = saver_of(run)
         request = saver.after_last(request, refuse=busy == "raise")
         return saver.start(run, request) if asynchronous else saving.save(run, request)
@@ -156,10 +142,10 @@ def load(
     """
     run = run_of(model, optimizer)
     run.announce_if_joining("zeor.load")
-    with lost_peers(run.mesh, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
-        all_there(run.mesh, "zeor.load")
+    with lost_peers(run.everyone, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
+        all_there(run.everyone, "zeor.load")
         saver_of(run).settle()  # what is being written may be the latest
         loaded = loading.load(run, place_of(folder), extra, data, strict)
-    if run.mesh.rank == 0:
+    if run.everyone.rank == 0:
         log.info("loaded step %d from %s, written by %d rank(s)", loaded.step, shown(str(loaded.path)), loaded.world)
     return loaded

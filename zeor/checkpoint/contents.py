@@ -9,7 +9,6 @@ files; nothing is read from a device before a `Source` is asked for it. The list
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,6 @@ from zeor.model.discover import named_owners
 from zeor.optim.parts.pieces import Piece
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
-
-log = logging.getLogger("zeor")
 
 COMPLETE = "complete"  # every parameter that trains has state or an entry without any: what is missing was lost
 
@@ -110,7 +107,7 @@ def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int
     for slot in slots:
         lane = slot.lane
         dtype = lane.key.master_dtype or lane.key.compute_dtype
-        for segment in lane.layout.segments(lane.mesh.rank):
+        for segment in lane.layout.segments(lane.axes.shard.rank):
             if segment.param == slot.index:
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
                 contents.add_range((PARAM, names[id(slot.param)]), slot.shape, dtype, segment.start, read)
@@ -127,7 +124,7 @@ def exact_part(lane: Lane, segment: Segment) -> Tensor:
     own = lane.master.own
     if own is not None and not own.away:
         return own.tensor[segment.offset : end]
-    into = torch.empty(segment.numel, dtype=lane.master.dtype, device=lane.mesh.device)
+    into = torch.empty(segment.numel, dtype=lane.master.dtype, device=lane.axes.device)
     lane.read_master(segment, into)
     return into
 
@@ -166,7 +163,7 @@ def add_optimizer(
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
     with_state: set[str] = set()
-    for piece in stepper.pieces():
+    for piece in stepper.state.pieces():
         slot = by_name[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
         with_state.add(name)
@@ -174,7 +171,7 @@ def add_optimizer(
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece)
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
-            if not slot.lane.updates_whole or slot.lane.mesh.rank == 0:
+            if not slot.lane.updates_whole or slot.lane.axes.shard.rank == 0:
                 contents.add_whole((role, name), piece.value)
         else:
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
@@ -199,7 +196,7 @@ def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: 
     assert piece.begin is not None
     first, last = piece.begin, piece.begin + piece.value.numel()
     if slot.lane.updates_whole:
-        mine = [s for s in slot.lane.layout.segments(slot.lane.mesh.rank) if s.param == slot.index]
+        mine = [s for s in slot.lane.layout.segments(slot.lane.axes.shard.rank) if s.param == slot.index]
         if not mine:
             return
         first, last = mine[0].start, mine[0].start + mine[0].numel

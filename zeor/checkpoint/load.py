@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from zeor.checkpoint import contents as parts
-from zeor.checkpoint import manifest_checks as checks
 from zeor.checkpoint import staging
-from zeor.checkpoint.extras import Attached, position_of
+from zeor.checkpoint import state_checks as checks
+from zeor.checkpoint.extras import Attached, check_rng, position_of, set_rng
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
 from zeor.checkpoint.files.fetch import Files
@@ -30,13 +30,12 @@ from zeor.checkpoint.files.names import listed
 from zeor.checkpoint.files.opening import Opened, open_checkpoint, with_newest
 from zeor.checkpoint.files.reading import Need
 from zeor.checkpoint.files.urls import Place
-from zeor.checkpoint.generators import check_rng, set_rng
 from zeor.checkpoint.room import device_free_nbytes, is_short
 from zeor.checkpoint.run import TrainingRun
 from zeor.checkpoint.staging import Staging
 from zeor.checkpoint.state_checks import States, UnreadTensor, check_count, is_counter
 from zeor.checkpoint.weights.matching import kind_of
-from zeor.comm.together import together
+from zeor.comm.agree import together
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.parts.pieces import Key, Piece
@@ -71,7 +70,7 @@ class Load:
             if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
                 self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        alone = run.mesh.world == 1 or not any(slot.lane.updates_whole for slot in run.slots)
+        alone = run.everyone.size == 1 or not any(slot.lane.updates_whole for slot in run.slots)
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
@@ -96,19 +95,17 @@ class Load:
             raise CheckpointError(f"{self.path} lacks {_listed('extra', lacking)}; leave it out, or pass strict=False.")
         if data:
             self.position()
-        self._check_rng()
+        rng, world = self.manifest.state.get("rng"), self.manifest.world
+        if not self._is_imported and not (isinstance(rng, list) and len(rng) == world):
+            raise CheckpointError(f"{self.path}: it does not hold the random generators of its {world} rank(s).")
         if self._same_world:
             self._rng()
 
     @property
     def _same_world(self) -> bool:
         rng = self.manifest.state.get("rng")
-        return self.manifest.world == self.run.mesh.world and isinstance(rng, list) and len(rng) == self.manifest.world
-
-    def _check_rng(self) -> None:
-        rng, world = self.manifest.state.get("rng"), self.manifest.world
-        if not self._is_imported and not (isinstance(rng, list) and len(rng) == world):
-            raise CheckpointError(f"{self.path}: it does not hold the random generators of its {world} rank(s).")
+        world = self.manifest.world
+        return world == self.run.everyone.size and isinstance(rng, list) and len(rng) == world
 
     @property
     def _is_imported(self) -> bool:
@@ -149,7 +146,7 @@ class Load:
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     take = functools.partial(self._put_parameter, slot, segment)
-                    each = Need(stored, segment.start, segment.numel, self.run.mesh.device)
+                    each = Need(stored, segment.start, segment.numel, self.run.everyone.device)
                     self.staging.add(each, take)
         for name, param in self.run.plain_params.items():
             known.add(name)
@@ -169,7 +166,7 @@ class Load:
             self.missing.append(name)
         else:
             self._check_fit(name, stored, tuple(tensor.shape), tensor.dtype)
-            take = functools.partial(_copy, tensor)
+            take = lambda values: tensor.copy_(values.view(tensor.shape))
             self.staging.add(Need(stored, 0, tensor.numel(), tensor.device), take)
 
     def _check_fit(self, name: str, stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -255,9 +252,8 @@ class Load:
 
     def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""
-        checks.check_roles(str(self.path), number, (role for role, _ in self._stored), saved["keys"])
         checks.check_members(str(self.path), number, self._stored, saved)
-        states = States(str(self.path), stepper.optimizer, self._settings[number], self.run.mesh.device)
+        states = States(str(self.path), stepper.optimizer, self._settings[number], self.run.everyone.device)
         for group, members in enumerate(stepper.optimizer.param_groups):
             for param in members["params"]:
                 if stepper.segments.of(param) is not None:
@@ -274,7 +270,9 @@ class Load:
             paths.take(list(key))
         for key, value in saved["scalars"].get(name, ()):
             decoded = plain.decode(value, checks.no_stored(str(self.path)))
-            state[paths.take(key)] = checks.check_scalar(str(self.path), decoded)
+            if isinstance(decoded, (dict, list, tuple)) and decoded:  # only numbers, words, small tensors, empty lists
+                raise CheckpointError(f"{self.path}: {str(decoded)[:80]} is no value of an optimizer's state.")
+            state[paths.take(key)] = decoded
         if not state:
             self._check_begins_anew(name, saved)
         for path, value in check(name, slot.shape, mine, state).items():
@@ -345,7 +343,7 @@ class Load:
             if key[-1] == "step":
                 check_count(str(self.path), name, float(each.into))
         if self._same_world:
-            check_rng(str(self.path), self._rng(), self.run.mesh.device)
+            check_rng(str(self.path), self._rng(), self.run.everyone.device)
 
     # ---- step 4
 
@@ -353,7 +351,7 @@ class Load:
         """This rank's part of everything; no rank waits for another in here."""
         self.run.drain()
         for stepper in self.run.steppers:
-            stepper.clear_state()
+            stepper.optimizer.state.clear()
         self.staging.fill(after_batch=self._put_pieces)
         self._put_pieces()
 
@@ -364,7 +362,7 @@ class Load:
     def _put_pieces(self) -> None:
         for number, pieces in self._pieces.items():
             if pieces:
-                self.run.steppers[number].put(pieces, adopt=True)  # just read, and nobody else's
+                self.run.steppers[number].state.put(pieces, adopt=True)  # just read, and nobody else's
             pieces.clear()
         for updates, average, pieces in self._averages:
             average.put(pieces, updates)
@@ -398,38 +396,38 @@ class Load:
 
     def position(self) -> Any:
         """Of this rank's loader."""
-        saved = position_of(self.path, self.manifest.state.get("data"), self.run.mesh, self.strict)
+        saved = position_of(self.path, self.manifest.state.get("data"), self.run.everyone, self.strict)
         return plain.decode(saved, self._want_whole)
 
     def _rng(self) -> Any:
-        return plain.decode(self.manifest.state["rng"][self.run.mesh.rank], self._want_whole)
+        return plain.decode(self.manifest.state["rng"][self.run.everyone.rank], self._want_whole)
 
     def restore_rng(self) -> None:
         if self._same_world:
-            set_rng(self._rng(), self.run.mesh.device)
+            set_rng(self._rng(), self.run.everyone.device)
 
 
 def load(run: TrainingRun, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
     """The steps at the top of this file."""
 
     def once() -> Loaded:
-        opened = open_checkpoint(run.mesh, folder)
-        with Files(run.mesh, opened) as files:
+        opened = open_checkpoint(run.everyone, folder)
+        with Files(run.everyone, opened) as files:
             loaded = _load(Load(run, opened, files, strict), files, extra, data)
         run.lineage.loaded(opened.path, opened.manifest)
         return loaded
 
-    return with_newest(run.mesh, folder, once)
+    return with_newest(run.everyone, folder, once)
 
 
 def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) -> Loaded:
-    mesh, path, manifest = this.run.mesh, this.path, this.manifest
+    axis, path, manifest = this.run.everyone, this.path, this.manifest
     averages = {key: value for key, value in (extra or {}).items() if isinstance(value, EMA)}
     others = {k: v for k, v in (extra or {}).items() if k not in averages and hasattr(v, "load_state_dict")}
     attached = Attached(path, others, data)
 
     def agreed(do: Callable[[], None], label: str) -> None:
-        together(mesh, lambda: _guarded(do, path), label, CheckpointError)
+        together(axis, lambda: _guarded(do, path), label, CheckpointError)
 
     def plan() -> None:
         attached.check()
@@ -437,7 +435,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
 
     agreed(plan, "exchange about whether a checkpoint fits")
     files.fetch(this.needs)
-    short = is_short(mesh, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
+    short = is_short(axis, this.staging.place(device_free_nbytes), staging.STAGED_SHARE)
     agreed(functools.partial(this.read, short), "exchange about the reading of a checkpoint")
     found = _guarded(this.extra, path)
     position = this.position() if data is not None else None
@@ -446,15 +444,11 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     except BaseException:
         attached.put_back()
         raise
-    with lost_peers(mesh, f"Loading {path}", "The run is changed in part; load once more."):
+    with lost_peers(axis, f"Loading {path}", "The run is changed in part; load once more."):
         agreed(this.fill, "exchange about the filling in of a checkpoint")
         this.publish()
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
-
-
-def _copy(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values.view(tensor.shape))
 
 
 def _guarded(do: Callable[[], Any], path: Place) -> Any:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeor.checkpoint import api
@@ -29,9 +28,10 @@ from zeor.checkpoint.files.urls import Place
 from zeor.checkpoint.run import TrainingRun, run_of
 from zeor.checkpoint.save import add_extra
 from zeor.checkpoint.saver import saver_of
+from zeor.comm import small
+from zeor.comm.agree import everywhere
 from zeor.comm.meeting import meet
 from zeor.comm.stuck import explain
-from zeor.comm.together import everywhere
 
 AnySignal = str | int  # its name or number
 
@@ -40,7 +40,7 @@ TOO_LATE = 1  # the exit code when the time was over
 log = logging.getLogger("zeor")
 
 
-class Preempted(Exception):
+class Preempted(Exception):  # noqa: N818 (public, and no error)
     """The run was told to stop, and has saved itself."""
 
     def __init__(self, path: Place, step: int) -> None:
@@ -74,12 +74,13 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
         run = run_of(what.model, what.optimizer)
-        self._what, self._mesh, self._within, self._exit_code = what, run.mesh, within, exit_code
+        self._what, self._run, self._within, self._exit_code = what, run, within, exit_code
         self._before: dict[signal.Signals, Any] = {}
         self._noted: float | None = None  # when the signal came, by time.monotonic()
         self._over: threading.Event | None = None  # of the watch
         self._saved = False
-        self._arm(self._checked(run, signals))
+        for each in self._checked(run, signals):
+            self._before[each] = signal.signal(each, self._note)
 
     def _checked(self, run: TrainingRun, signals: AnySignal | Iterable[AnySignal]) -> list[signal.Signals]:
         """The signals. What is wrong on one rank is raised on all: none trains on with others that have gone."""
@@ -88,13 +89,10 @@ class Preemption:
             if self._within is not None and not self._within > 0:
                 raise ValueError(f"zeor.preempt(within={self._within!r}): give seconds, more than 0, or None.")
             self._what.check(run)
-            return _signals(signals)
+            many = signals if isinstance(signals, Iterable) and not isinstance(signals, str) else [signals]
+            return list(dict.fromkeys(map(_signal, many)))  # each once
 
-        return list(everywhere(run.mesh, check, "agreement on the arguments of zeor.preempt", CheckpointError))
-
-    def _arm(self, signals: Iterable[signal.Signals]) -> None:
-        for each in signals:
-            self._before[each] = signal.signal(each, self._note)
+        return list(everywhere(run.everyone, check, "agreement on the arguments of zeor.preempt", CheckpointError))
 
     def close(self) -> None:
         """Give the signals back to who had them before."""
@@ -132,9 +130,7 @@ class Preemption:
         log.warning("zeor: told to stop; saving step %d.", step)
         what, both = self._what, {**(self._what.extra or {}), **(extra or {})}
         saver_of(run_of(what.model, what.optimizer)).pass_over_last(step)
-        path = api.save(
-            what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep
-        )
+        path = api.save(what.folder, what.model, what.optimizer, step=step, extra=both, data=what.data, keep=what.keep)
         self._saved = True
         if self._exit_code is None:
             self.close()
@@ -147,14 +143,14 @@ class Preemption:
         """Seconds since the first signal on any rank; None: there was none. The same on every rank. Steps that differ
         are refused here, long before a save would have to."""
         waited = 0.0 if self._noted is None else max(time.monotonic() - self._noted, 1e-6)
-        mesh = self._mesh
-        if mesh.world > 1:
-            meet(mesh, "the check of zeor.preempt")
+        axis = self._run.everyone
+        if axis.size > 1:
+            meet(axis, "the check of zeor.preempt")
             most = torch.tensor([waited, step, -step], dtype=torch.float64)
             try:
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.control)
+                small.largest(axis, most)
             except RuntimeError as error:
-                raise explain(mesh, "agreement on whether to stop", error) from error
+                raise explain(axis, "agreement on whether to stop", error) from error
             waited, largest, least = most.tolist()
             if largest != -least:
                 raise ValueError(
@@ -187,7 +183,7 @@ class Preemption:
         os._exit(self._exit_code or 0 if self._saved else TOO_LATE)
 
 
-def preempt(
+def preempt(  # noqa: PLR0913 (public: each option is a keyword)
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Any = None,
@@ -218,12 +214,6 @@ def preempt(
     if isinstance(extra, Mapping):
         extra = dict(extra)  # as it is now
     return Preemption(What(folder, model, optimizer, extra, data, keep), signals, within, exit_code)
-
-
-def _signals(given: Any) -> list[signal.Signals]:
-    """Each once, from one of them or many."""
-    many = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    return list(dict.fromkeys(_signal(each) for each in many))
 
 
 def _signal(given: Any) -> signal.Signals:

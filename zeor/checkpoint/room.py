@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axis
 from zeor.tiers.host import free_host_nbytes
 
 
@@ -50,7 +50,7 @@ def short_of(everyone: Sequence[Sequence[Any]], share: float) -> dict[str, tuple
     return {host: (n, free[host]) for host, n in wanted.items() if host in free and n > share * free[host]}
 
 
-def is_short(mesh: Mesh, nbytes: int, share: float) -> bool:
+def is_short(axis: Axis, nbytes: int, share: float) -> bool:
     """Whether this rank's host is. Every rank calls it."""
     mine = request(nbytes)
-    return mine.host in short_of(exchange(mesh, list(mine), "exchange about free memory"), share)
+    return mine.host in short_of(exchange(axis, list(mine), "exchange about free memory"), share)

@@ -3,14 +3,18 @@
 0. Every rank finds out what it writes, and all agree to save, or all raise.
 1. Rank 0 makes a hidden folder; where there is no shared disk, a rank of every host does (per_host.py).
 2. Every rank writes and syncs a file of its pieces.        3. All ranks tell what they wrote, or what went wrong.
-4. Those ranks write the manifest and commit (commit.py).   5. All ranks hear how it ended.
+4. Those ranks write the manifest and commit: files/commit.py says when a save is complete.  5. All ranks hear how it
+ended. What is saved is decided in `collect` here.
 A failure anywhere raises the same CheckpointError on every rank, and nothing of it stays visible.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,23 +22,59 @@ import torch
 
 from zeor.checkpoint import contents as parts
 from zeor.checkpoint import room
+from zeor.checkpoint.extras import rng_state
 from zeor.checkpoint.files import manifest as manifests
 from zeor.checkpoint.files import per_host
 from zeor.checkpoint.files.branches import Complete, Lineage
+from zeor.checkpoint.files.commit import abandoned_on_error, complete
 from zeor.checkpoint.files.disk import DISK, Disk
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Branch, FileInfo, Manifest, Stored, StoredPiece
-from zeor.checkpoint.files.store import clean, complete, disk_of
+from zeor.checkpoint.files.store import clean, disk_of
 from zeor.checkpoint.files.urls import Place, shown
 from zeor.checkpoint.files.writer import Source, write_file
-from zeor.checkpoint.generators import rng_state
-from zeor.checkpoint.progress import SaveProgress
 from zeor.checkpoint.run import TrainingRun
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
-from zeor.comm.together import raise_first
+from zeor.comm.agree import exchange, raise_first
+from zeor.comm.axes import Axis
 from zeor.layout.boxes import Box
 from zeor.optim.ema import EMA
+
+EVERY_SECONDS = 10.0  # a line about a save that goes on
+
+log = logging.getLogger("zeor")
+
+
+class SaveProgress:
+    """A line on rank 0 every ten seconds of a long save, with bytes and speed. Within it, `add` counts the bytes of
+    rank 0's file that are written; any thread may call it."""
+
+    def __init__(self, what: str, total_nbytes: int, shown: bool) -> None:
+        self._what, self._total_nbytes, self._shown = what, total_nbytes, shown
+        self._done_nbytes = 0
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> SaveProgress:
+        if self._shown:
+            threading.Thread(target=self._watch, daemon=True, name="zeor-progress").start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done_nbytes += nbytes
+
+    def _watch(self) -> None:
+        while not self._over.wait(EVERY_SECONDS):
+            log.info("zeor: %s", self.line(time.monotonic() - self._begin))
+
+    def line(self, seconds: float) -> str:
+        done, total = self._done_nbytes / 1e9, self._total_nbytes / 1e9
+        rest = "" if done < total else "; waiting for the disk and the other ranks"
+        speed = done / max(seconds, 1e-9)
+        return f"{self._what}: {done:.2f} of rank 0's {total:.2f} GB written in {seconds:.0f} s, {speed:.2f} GB/s{rest}"
 
 
 class Destination(NamedTuple):
@@ -62,7 +102,7 @@ class SaveRequest(NamedTuple):
 def save(run: TrainingRun, request: SaveRequest) -> Place:
     """All the steps at the top of this file. Every rank calls it. Returns where the checkpoint is."""
     found, _ = agree(run, request)
-    return write(run.mesh, run.lineage, found, request.to)
+    return write(run.everyone, run.lineage, found, request.to)
 
 
 # ---- step 0
@@ -82,7 +122,7 @@ def agree(
     words = "" if error is None else str(error) or type(error).__name__
     step = request.to.step if error is None else None
     mine = [words, request.busy, list(room.request(copy_nbytes(found.sources))), step]
-    answers = exchange(run.mesh, mine, "agreement to save a checkpoint")
+    answers = exchange(run.everyone, mine, "agreement to save a checkpoint")
     if error is not None:
         raise error
     raise_first([answer[0] for answer in answers], CheckpointError)
@@ -91,24 +131,21 @@ def agree(
             "The checkpoint before this one is still being written; save less often, wait() for it first, or "
             "let the call wait (busy='wait')."
         )
-    _check_same_step([answer[3] for answer in answers])
-    return found, [answer[2] for answer in answers]
-
-
-def _check_same_step(steps: Sequence[int]) -> None:
+    steps = [answer[3] for answer in answers]
     other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
     if other is not None:
         raise CheckpointError(
             f"The ranks save different steps: rank 0 gives step={steps[0]}, rank {other} gives step={steps[other]}; "
             "give the same one on every rank. Nothing was written."
         )
+    return found, [answer[2] for answer in answers]
 
 
 def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> parts.Contents:
     """Everything this rank writes; nothing is copied yet."""
     run.drain()
     run.unfilled.check()
-    rank, found = run.mesh.rank, parts.Contents()
+    rank, found = run.everyone.rank, parts.Contents()
     parts.add_parameters(found, run.slots, run.names)
     if rank == 0:
         for name, param in run.plain_params.items():
@@ -117,7 +154,7 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> par
             found.add_whole((BUFFER, name), buffer)
     for number, stepper in enumerate(run.steppers):
         parts.add_optimizer(found, number, stepper, run.slots, run.names)
-    found.values["rng"] = found.encode(RNG, f"rank {rank}", rng_state(run.mesh.device))
+    found.values["rng"] = found.encode(RNG, f"rank {rank}", rng_state(run.everyone.device))
     if data is not None:
         found.values["data"] = found.encode(EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
     add_extra(found, run, extra or {})
@@ -128,7 +165,7 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> par
 
 def add_extra(found: parts.Contents, run: TrainingRun, extra: Mapping[str, Any]) -> None:
     """Every rank's part of the averages in it, and rank 0's of the rest."""
-    rank, plain_extra = run.mesh.rank, {}
+    rank, plain_extra = run.everyone.rank, {}
     for key, value in extra.items():
         if isinstance(value, EMA):
             plain_extra[key] = parts.add_average(found, key, value, run.slots, run.names)
@@ -151,28 +188,24 @@ def _model(run: TrainingRun) -> dict[str, Any]:
 # ---- steps 1 to 5
 
 
-def write(mesh: Mesh, lineage: Lineage, found: parts.Contents, to: Destination, disk: Disk = DISK) -> Place:
+def write(axis: Axis, lineage: Lineage, found: parts.Contents, to: Destination, disk: Disk = DISK) -> Place:
     """Write what was found and make it a checkpoint. Returns where that is. Knows no model: any thread may call it."""
     disk, total_nbytes = disk_of(to.folder, disk), sum(source.nbytes for source in found.sources)
-    with SaveProgress(f"saving step {to.step} to {to.folder}", total_nbytes, mesh.rank == 0) as progress:
+    with SaveProgress(f"saving step {to.step} to {to.folder}", total_nbytes, axis.rank == 0) as progress:
         # 1.
-        site = per_host.begin(mesh, disk, to.folder, to.step)
-        try:
+        site = per_host.begin(axis, disk, to.folder, to.step)
+        with abandoned_on_error(site.attempt):
             # 2.
-            info, problem = _write_file(mesh, disk, site, found, progress.add)
+            info, problem = _write_file(axis, disk, site, found, progress.add)
             # 3.
-            branch = vars(_next_branch(mesh, lineage, to.folder, site))
+            branch = vars(_next_branch(axis, lineage, to.folder, site))
             mine = {"problem": problem, "file": vars(info) if info else None, "branch": branch, **found.described()}
-            everyone = exchange(mesh, mine, "exchange about the files of a checkpoint")
+            everyone = exchange(axis, mine, "exchange about the files of a checkpoint")
             problem = next((rank["problem"] for rank in everyone if rank["problem"]), "")
             order = max(rank["branch"]["order"] for rank in everyone)
             agreed = Branch(**{**everyone[0]["branch"], "order": order})
             # 4. and 5.
-            final = per_host.commit(mesh, site, lambda: _checked(_manifest(site, everyone, agreed)), problem)
-        except BaseException:
-            if site.attempt is not None:
-                site.attempt.abandon()
-            raise
+            final = per_host.commit(axis, site, lambda: _checked(_manifest(site, everyone, agreed)), problem)
         lineage.saved(to.folder, final, agreed)
         if site.attempt is not None:
             _clean(disk, site.folder, to.keep, final)
@@ -180,24 +213,24 @@ def write(mesh: Mesh, lineage: Lineage, found: parts.Contents, to: Destination, 
 
 
 def _write_file(
-    mesh: Mesh, disk: Disk, site: per_host.Site, found: parts.Contents, progress: Callable[[int], None]
+    axis: Axis, disk: Disk, site: per_host.Site, found: parts.Contents, progress: Callable[[int], None]
 ) -> tuple[FileInfo | None, str]:
     """This rank's file, or what went wrong with it."""
-    path = site.writing / per_host.file_name(mesh.rank)
+    path = site.writing / per_host.file_name(axis.rank)
     try:
         return write_file(disk, path, found.sources, progress) if found.sources else None, ""
     except Exception as error:  # also what reading a device may raise: the other ranks wait to hear of it
         return None, per_host.words(error, path)
 
 
-def _next_branch(mesh: Mesh, lineage: Lineage, folder: Place, site: per_host.Site) -> Branch:
+def _next_branch(axis: Axis, lineage: Lineage, folder: Place, site: per_host.Site) -> Branch:
     """What this rank would say of where the checkpoint stands. Rank 0 decides, but for the order: no host may have one
     that is as large."""
     there: list[Complete] = []
     if site.attempt is not None:
         with contextlib.suppress(OSError):  # what cannot be read fails the save where that matters
             there = complete(site.folder)
-        if mesh.rank == 0 and there:
+        if axis.rank == 0 and there:
             _warn_if_back(site.attempt.step, there[-1], folder)
     return lineage.next(folder, there)
 
@@ -205,7 +238,7 @@ def _next_branch(mesh: Mesh, lineage: Lineage, folder: Place, site: per_host.Sit
 def _warn_if_back(step: int, latest: Complete, folder: Place) -> None:
     """At the first save below the latest; from then on that one is the latest."""
     if step < latest.step:
-        parts.log.warning(
+        log.warning(
             "zeor: step %d is saved to %s, where %s lies: the run went back, or another run uses this folder. The "
             "latest is now step %d, and what this run did not come from is deleted first (keep=). Save to another "
             "folder to keep it.", step, folder, latest.path.name, step,
@@ -224,7 +257,7 @@ def _clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
     try:
         clean(disk, folder, keep, new)
     except OSError as error:
-        parts.log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
+        log.warning("zeor: an old checkpoint in %s could not be deleted: %s.", folder, error.strerror)
 
 
 def _manifest(site: per_host.Site, everyone: list[dict[str, Any]], branch: Branch) -> Manifest:

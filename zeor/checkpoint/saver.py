@@ -1,26 +1,33 @@
 """Saving in the background: from a copy, in a thread of its own, with a process group of its own.
 
-    main thread     agree (save.py), copy (snapshot.py)  --> trains on
+    main thread     agree (save.py), copy (HostBlocks)   --> trains on
     a thread                                             --> write (save.py)
 
 The thread speaks on a group that nobody else uses, so its exchanges never mix with training's. It holds the copy,
 never the model: the model may train, be unsharded or go. Threads that share a group run one after the other, in
 the order of the calls, which is the same on every rank.
+
+The copy lies in blocks of host memory that are kept from save to save; beside an accelerator they are pinned. Pinned
+memory is rounded up to a power of two, hence blocks of that size, and many tensors in each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeor.checkpoint import room
 from zeor.checkpoint import save as saving
@@ -28,13 +35,12 @@ from zeor.checkpoint.contents import Contents
 from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
 from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.files.writer import Source
 from zeor.checkpoint.run import TrainingRun
 from zeor.checkpoint.save import Destination, SaveRequest
-from zeor.checkpoint.snapshot import HostBlocks
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
-from zeor.comm.stuck import has_failed
-from zeor.comm.together import raise_first
+from zeor.comm.agree import exchange, raise_first
+from zeor.comm.axes import Axis
+from zeor.comm.stuck import explain, has_failed
 from zeor.memory.device import thread_beside
 from zeor.step.engine import Engine
 
@@ -80,20 +86,19 @@ class Saving:
         _unseen.discard(self)
         return self._error
 
-    def start(self, mesh: Mesh, lineage: Lineage, found: Contents, before: threading.Thread | None) -> None:
+    def start(self, axis: Axis, lineage: Lineage, found: Contents, before: threading.Thread | None) -> None:
         _unseen.add(self)
         _watch_exit()
-        self.timeout = mesh.timeout
-        work = (mesh, lineage, found, before)
+        work = (axis, lineage, found, before)
         self._thread = threading.Thread(target=self._work, args=work, daemon=True, name="zeor-checkpoint")
         self._thread.start()
 
-    def _work(self, mesh: Mesh, lineage: Lineage, found: Contents, before: threading.Thread | None) -> None:
+    def _work(self, axis: Axis, lineage: Lineage, found: Contents, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
         try:
-            with thread_beside(mesh.device), lost_peers(mesh, *self._to.lost_words):
-                self._path = saving.write(mesh, lineage, found, self._to)
+            with thread_beside(axis.device), lost_peers(axis, *self._to.lost_words):
+                self._path = saving.write(axis, lineage, found, self._to)
             _unseen.discard(self)
         except BaseException as error:
             unforeseen = not isinstance(error, CheckpointError)
@@ -116,15 +121,13 @@ def _bare(error: BaseException) -> BaseException:
 # ---- at exit
 
 _unseen: set[Saving] = set()  # under way, or failed and nobody was told
-_watching: list[bool] = []
 
 
+@functools.cache
 def _watch_exit() -> None:
     """Wait for what is under way when the program ends. Before Python shuts its thread pools down, which the writing
     needs: that is earlier than atexit."""
-    if not _watching:
-        _watching.append(True)
-        threading._register_atexit(_finish)  # type: ignore[attr-defined]
+    threading._register_atexit(_finish)  # type: ignore[attr-defined]
 
 
 def _finish() -> None:
@@ -169,8 +172,8 @@ _savers: weakref.WeakKeyDictionary[Engine, Saver] = weakref.WeakKeyDictionary()
 class Saver:
     """The saves of one sharded model: at most one is under way."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.blocks = HostBlocks(pinned=mesh.device.type != "cpu")
+    def __init__(self, axis: Axis) -> None:
+        self.blocks = HostBlocks(pinned=axis.device.type != "cpu")
         self.last: Saving | None = None
 
     def after_last(self, request: SaveRequest, refuse: bool) -> SaveRequest:
@@ -187,14 +190,14 @@ class Saver:
         short = room.short_of(memory, SNAPSHOT_SHARE)
         if not short:
             return self._start(run, found, request.to)
-        if run.mesh.rank == 0:
+        if run.everyone.rank == 0:
             host, (nbytes, free) = next(iter(short.items()))
             log.warning(
                 "zeor: a copy of the run for an asynchronous save takes %.1f GB on %s, where %.1f GB are free; this "
                 "checkpoint is written at once instead, and training waits for it.", nbytes / 1e9, host, free / 1e9,
             )  # fmt: skip
         ended = Saving(request.to)
-        ended._path = saving.write(run.mesh, run.lineage, found, request.to)
+        ended._path = saving.write(run.everyone, run.lineage, found, request.to)
         return ended
 
     def _end_last(self) -> BaseException | None:
@@ -221,33 +224,108 @@ class Saver:
             self.last.join()
 
     def _start(self, run: TrainingRun, found: Contents, to: Destination) -> Saving:
-        channel = _channel_of(run.mesh)
+        channel = _channel_of(run.everyone)
         problem = ""
         try:
             found.sources = self.blocks.take(found.sources)
         except Exception as error:
             problem = f"the run could not be copied for a checkpoint ({type(error).__name__}: {error})."
-        raise_first(exchange(run.mesh, problem, "copy of a run for a checkpoint"), CheckpointError)
+        raise_first(exchange(run.everyone, problem, "copy of a run for a checkpoint"), CheckpointError)
         self.last = Saving(to)
-        self.last.start(dataclasses.replace(run.mesh, control=channel.group), run.lineage, found, channel.last)
+        self.last.timeout = run.everyone.timeout
+        # Its thread may wait for a slow disk for longer than anything else is waited for.
+        patient = max(run.everyone.timeout, LEAST_TIMEOUT)
+        axis = dataclasses.replace(run.everyone, control=channel.group, timeout=patient)
+        self.last.start(axis, run.lineage, found, channel.last)
         channel.last = self.last._thread
         return self.last
 
 
 def saver_of(run: TrainingRun) -> Saver:
     if run.engine not in _savers:
-        _savers[run.engine] = Saver(run.mesh)
+        _savers[run.engine] = Saver(run.everyone)
     return _savers[run.engine]
 
 
-def _channel_of(mesh: Mesh) -> _Channel:
+def _channel_of(axis: Axis) -> _Channel:
     """Every rank calls it: the first time it makes a group."""
-    if mesh.world == 1:
+    if axis.size == 1:
         return _Channel()
-    if mesh.control not in _channels:
-        ranks = dist.get_process_group_ranks(mesh.control)
+    if axis.control not in _channels:
+        ranks = dist.get_process_group_ranks(axis.control)
         local = len(ranks) < dist.get_world_size()  # ranks outside the mesh take no part
-        limit = timedelta(seconds=max(mesh.timeout, LEAST_TIMEOUT))
-        group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=local)
-        _channels[mesh.control] = _Channel(group)
-    return _channels[mesh.control]
+        limit = timedelta(seconds=axis.timeout)  # a rank may die while the group is made
+        try:
+            group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=local)
+        except RuntimeError as error:
+            raise explain(axis, "making of a process group for checkpoints", error) from error
+        _channels[axis.control] = _Channel(group)
+    return _channels[axis.control]
+
+
+# ---- the copy, in one go, so that training can change the originals
+
+
+BLOCK_NBYTES = 1 << 30
+_ALIGNED = 64  # bytes: every dtype may begin there
+
+
+class HostBlocks:
+    """Host memory that is reused; one snapshot at a time."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self._blocks: list[Tensor] = []
+        self._used: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.numel() for block in self._blocks)
+
+    def missing_nbytes(self, sources: Sequence[Source]) -> int:
+        """What a snapshot of these would have to allocate, about."""
+        return max(0, sum(map(_room, sources)) - self.nbytes)
+
+    @torch.no_grad()
+    def take(self, sources: Sequence[Source]) -> list[Source]:
+        """The same sources with the values they have now. What an earlier call returned is overwritten."""
+        self._used = [0] * len(self._blocks)
+        left_nbytes, copies, on_device = sum(map(_room, sources)), [], False
+        for source in sources:
+            value = source.read().detach()
+            into = self._cut(source, left_nbytes)
+            into.copy_(value.reshape(into.shape), non_blocking=True)
+            on_device |= value.device.type != "cpu"
+            left_nbytes -= _room(source)
+            copies.append(dataclasses.replace(source, read=into.detach))
+        if on_device:
+            torch.accelerator.current_stream().synchronize()  # the copies -> whoever writes the originals next
+        return copies
+
+    def _cut(self, source: Source, left_nbytes: int) -> Tensor:
+        room = _room(source)
+        for number, block in enumerate(self._blocks):
+            if self._used[number] + room <= block.numel():
+                break
+        else:
+            number = len(self._blocks)
+            self._blocks.append(self._allocate(max(room, min(left_nbytes, BLOCK_NBYTES))))
+            self._used.append(0)
+        begin = self._used[number]
+        self._used[number] += room
+        return self._blocks[number][begin : begin + source.nbytes].view(source.dtype)
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        if self.pinned:
+            try:
+                return torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                text = str(error).splitlines()[0]
+                log.warning("zeor: no pinned memory for a checkpoint (%s); plain memory serves, more slowly.", text)
+                self.pinned = False
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _room(source: Source) -> int:
+    """Bytes a source takes in a block; never none, so that an empty one has a place too."""
+    return max(1, -(-source.nbytes // _ALIGNED)) * _ALIGNED

@@ -25,7 +25,7 @@ BATCH_NBYTES = 256 << 20
 
 class Put(NamedTuple):
     need: Need
-    take: Callable[[Tensor], None]  # is given what was read, flat
+    take: Callable[[Tensor], object]  # is given what was read, flat
 
 
 class Staging:
@@ -41,7 +41,7 @@ class Staging:
     def needs(self) -> list[Need]:
         return [put.need for put in self._puts]
 
-    def add(self, need: Need, take: Callable[[Tensor], None]) -> None:
+    def add(self, need: Need, take: Callable[[Tensor], object]) -> None:
         self._puts.append(Put(need, take))
 
     def add_piece(

@@ -9,19 +9,23 @@ would succeed, and the next step break or go wrong in silence. So, for every par
              that torch keeps today (Adam's step was an int once)
     numbers  a copy of the optimizer takes a step with the saved counters and settings
 
-What the optimizer keeps is found by trying it (optim/expected.py); one that cannot be tried is not judged.
+What the optimizer keeps is found by trying it (optim/parts/expected.py); one that cannot be tried is not judged.
+
+Before that, the manifest itself is doubted: consistent as it may be, it may name a place in an optimizer's state that
+cannot be, or a learning rate that is no number. Everything here raises CheckpointError or changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.weights.matching import kind_of
 from zeor.optim.parts.expected import Expected, expect, is_stock, toy_shape, try_step
 from zeor.optim.parts.pieces import Key
 from zeor.optim.streaming.moments import COUNTERS
@@ -61,10 +65,6 @@ class States:
         self._try(group, name, shape, mine, found, expected)
         return found
 
-    def check_group(self, group: int, like: nn.Parameter) -> None:
-        """That the optimizer can take a step with these settings, over something like this."""
-        self._expected(group, like)
-
     def _expected(self, group: int, mine: nn.Parameter) -> Expected | None:
         settings, toy = self._settings[group], toy_shape(self._optimizer, tuple(mine.shape))
         key = (group, toy, toy == tuple(mine.shape), mine.dtype)
@@ -89,7 +89,8 @@ class States:
                 f"{self._where} lacks {', '.join(lacking)} of the optimizer's state of {name!r}, which {class_name} "
                 "keeps with these settings."
             )
-        left = [key for key, value in saved.items() if key[0] in _LEFT_OVER and _is_moment(value, shape)]
+        like = [key for key, value in saved.items() if isinstance(value, UnreadTensor) and value.shape == shape]
+        left = [key for key in like if key[0] in _LEFT_OVER and saved[key].dtype.is_floating_point]
         unknown = sorted(_words(key) for key in saved.keys() - expected.seen.keys() - set(left))
         if unknown and is_stock(self._optimizer):
             raise CheckpointError(
@@ -102,7 +103,9 @@ class States:
         for like in expected.seen[key]:
             found = _as(key, value, like, shape, expected)
             if found is not None or (value is None and like is None):
-                return self._checked_counter(name, key, found)
+                if key[-1] == "step" and _number(found) is not None:
+                    check_count(self._where, name, float(_number(found)))
+                return found
         if not is_stock(self._optimizer):  # what it keeps may depend on gradients; a trial decides
             return value
         raise CheckpointError(
@@ -110,11 +113,6 @@ class States:
             f"{type(self._optimizer).__name__} keeps {_kind(expected.seen[key][0])}"
             f"{' (made for ' + str(expected.shape) + ')' if isinstance(expected.seen[key][0], Tensor) else ''}."
         )
-
-    def _checked_counter(self, name: str, key: Key, value: Any) -> Any:
-        if key[-1] == "step" and _number(value) is not None:
-            check_count(self._where, name, float(_number(value)))
-        return value
 
     def _try(
         self,
@@ -195,10 +193,6 @@ def _tensor_as(
     return UnreadTensor(value.shape, like.dtype)
 
 
-def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, UnreadTensor) and value.shape == shape and value.dtype.is_floating_point
-
-
 def _number(value: Any) -> Any:
     """A plain number, of a tensor of no dimensions too; None for anything else."""
     if isinstance(value, Tensor):
@@ -230,3 +224,133 @@ def _kind(value: Any) -> str:
     if value is None:
         return "nothing"
     return f"{type(value).__name__} ({str(value)[:40]})"
+
+
+# ---- what the manifest says of optimizers
+
+
+_MOST_INDEX = 1 << 16  # of an entry in a list: the list is made as long as it says
+_FLAGS = ("foreach", "fused")  # of torch's optimizers: yes, no, or as torch thinks best
+
+
+class Paths:
+    """The places of one parameter's state: each a leaf, or below it only names, or only indices."""
+
+    def __init__(self, where: str):
+        self._where = where
+        self._below: dict[Key, type | None] = {}
+
+    def take(self, key: Any) -> Key:
+        whole = isinstance(key, list) and bool(key) and type(key[0]) is str
+        if not whole or not all(type(p) is str or (type(p) is int and 0 <= p < _MOST_INDEX) for p in key):
+            raise self._wrong(key)
+        for depth, part in enumerate(key):
+            if self._below.setdefault(tuple(key[:depth]), type(part)) is not type(part):
+                raise self._wrong(key)
+        if self._below.setdefault(tuple(key), None) is not None:
+            raise self._wrong(key)
+        return tuple(key)
+
+    def _wrong(self, key: Any) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {str(key)[:80]} is no place in an optimizer's state.")
+
+
+def check_entry(where: str, number: int, entry: Any) -> None:
+    """That what is said of an optimizer is of the form that contents.py writes."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where}: optimizer {number} is a {type(entry).__name__}.")
+    kinds = {"class": str, "groups": list, "keys": dict, "scalars": dict}
+    for key, kind in kinds.items():
+        if not isinstance(entry.get(key), kind):
+            raise CheckpointError(f"{where}: {key!r} of optimizer {number} is malformed or missing.")
+    for group in entry["groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("settings"), dict):
+            raise CheckpointError(f"{where}: a group of optimizer {number} is malformed.")
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{where}: the parameters of a group of optimizer {number} are malformed.")
+    for name, values in entry["scalars"].items():
+        if not isinstance(values, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in values):
+            raise CheckpointError(f"{where}: what optimizer {number} keeps of {name[:80]!r} is malformed.")
+
+
+def check_members(where: str, number: int, stored: Iterable[tuple[str, str]], entry: Mapping[str, Any]) -> None:
+    """That every tensor of an optimizer has a place in its state, and that state is of parameters which are in a group:
+    else some parameter would go without its own."""
+    mine = [(role, name) for role, name in stored if role.startswith(f"optimizer.{number}.")]
+    lost = {role for role, _ in mine} - entry["keys"].keys()
+    if lost:
+        raise CheckpointError(f"{where}: it does not say where {min(lost)!r} belongs.")
+    members = {name for group in entry["groups"] for name in group["params"]}
+    held = {name for _, name in mine} | entry["scalars"].keys()
+    if held - members:
+        name = min(held - members)
+        raise CheckpointError(
+            f"{where} holds state of optimizer {number} for {name[:80]!r}, which is in no group of it."
+        )
+
+
+def no_stored(where: str) -> Callable[[Any], Any]:
+    """For values that never lie in files."""
+
+    def refuse(name: Any) -> Any:
+        raise CheckpointError(f"{where}: an optimizer's numbers are said to lie in a file, as {str(name)[:80]!r}.")
+
+    return refuse
+
+
+def checked_settings(
+    where: str, group: Mapping[str, Any], defaults: Mapping[str, Any], saved: Any, complete: bool
+) -> dict[str, Any]:
+    """The settings that replace those of a group, each of the kind that is there now, or that the optimizer began with.
+    `complete`: the same software wrote them, so that none may be missing."""
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where}: the settings of a group are a {type(saved).__name__}.")
+    lacking = sorted(key for key in defaults if key in group and key not in saved and key != "params")
+    if complete and lacking:
+        raise CheckpointError(f"{where} lacks {', '.join(map(repr, lacking))} of a group's settings.")
+    found = {}
+    for key, value in saved.items():
+        fits = isinstance(key, str) and key not in ("params", "param_names")
+        known = [each[key] for each in (group, defaults) if fits and key in each]
+        if not fits or (known and not any(_fits(key, old, value) for old in known)):
+            raise CheckpointError(f"{where}: {str(key)[:40]!r} of a group cannot be {str(value)[:40]!r}.")
+        old = known[0] if known else None
+        if isinstance(value, (list, tuple)) and type(old) in (list, tuple):
+            value = tuple(value) if isinstance(old, tuple) else list(value)
+        if isinstance(value, Tensor) and known and not isinstance(old, Tensor) and value.numel() == 1:
+            value = value.item()  # a learning rate may be a tensor; whether it is one this run says
+        found[key] = value
+    return found
+
+
+def _fits(key: str, old: Any, value: Any) -> bool:
+    """Whether a setting may become this, by what it is."""
+    if old is None:
+        return value is None or isinstance(value, bool) or (key not in _FLAGS and not isinstance(value, dict))
+    if isinstance(old, bool):
+        return isinstance(value, bool) or (value is None and key in _FLAGS)
+    if isinstance(old, Tensor):
+        is_tensor = (
+            isinstance(value, Tensor) and value.shape == old.shape and kind_of(value.dtype) == kind_of(old.dtype)
+        )
+        is_number = _is_number(value) and not isinstance(value, Tensor)
+        return is_tensor or (old.numel() == 1 and is_number and (old.is_floating_point() or value % 1 == 0))
+    if isinstance(old, (int, float)):
+        return _is_number(value) and (not _is_nan(value) or _is_nan(old))
+    if isinstance(old, (list, tuple)):
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(old)
+        return is_list and all(_fits(key, one, other) for one, other in zip(old, value))
+    if isinstance(old, str):
+        return value is None or isinstance(value, str)
+    return isinstance(value, dict) if isinstance(old, dict) else True
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_nan(value: Any) -> bool:
+    return bool(value != value)

@@ -6,21 +6,18 @@ header compared with the manifest. Needs no process group, changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zeor.checkpoint.files.blocks import BlockReader
-from zeor.checkpoint.files.commit import read_manifest
+from zeor.checkpoint.files.commit import complete, read_manifest
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import NAME, PARAM, FileInfo, Manifest
 from zeor.checkpoint.files.reading import check_header
-from zeor.checkpoint.files.store import complete
-from zeor.checkpoint.files.urls import Place, Url
-
-Progress = Callable[[int], None]
+from zeor.checkpoint.files.urls import Place, names_in
 
 
 @dataclass
@@ -48,16 +45,12 @@ def describe(path: Place) -> Description:
         problem = _size_problem(path / file.name, file)
         if problem:
             found.problems.append(problem)
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = names_in(path)
     known = {NAME, *(file.name for file in found.manifest.files)}
-    found.problems += [f"{path / name} is not part of the checkpoint." for name in _names(path) if name not in known]
+    found.problems += [f"{path / name} is not part of the checkpoint." for name in names if name not in known]
     return found
-
-
-def _names(path: Place) -> list[str]:
-    try:
-        return path.names() if isinstance(path, Url) else sorted(os.listdir(path))
-    except OSError:
-        return []
 
 
 def _size_problem(path: Place, file: FileInfo) -> str:
@@ -70,7 +63,7 @@ def _size_problem(path: Place, file: FileInfo) -> str:
     return "" if found.st_size == file.nbytes else f"{path} has {found.st_size} bytes; its manifest says {file.nbytes}."
 
 
-def verify(found: Description, progress: Progress = lambda nbytes: None) -> None:
+def verify(found: Description, progress: Callable[[int], None] = lambda nbytes: None) -> None:
     """Hash every block of every file; what is damaged joins the problems, one sentence per file."""
     if found.manifest is None:
         return

@@ -7,17 +7,17 @@ default all ranks get equally many batches, because a rank with one batch more w
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from zeor.data.history import History, history_of
 from zeor.data.loader import is_sharded, loader_of_batches, loader_of_samples, loader_of_stream, moving, sampler_for
-from zeor.data.place import place
-from zeor.data.position import seed_now
+from zeor.data.position import History, history_of, seed_now
 from zeor.data.sampler import RankSampler
 from zeor.data.seeds import Seed, own_seed
 from zeor.data.stream import RankStream, Share
@@ -27,7 +27,7 @@ SHUFFLE_BUFFER = 1000  # samples, where a stream is asked to shuffle and not tol
 log = logging.getLogger("zeor")
 
 
-def shard(
+def shard(  # noqa: PLR0913 (public: each option is a keyword)
     data: Any,
     *,
     shuffle: bool | int | None = None,
@@ -79,12 +79,10 @@ def shard(
     """
     rank, world = place(mesh)
     options = (rank, world, shuffle, seed, drop_last, uneven)
-
-    def new_seed() -> int | Seed:
-        return seed if seed is not None else Seed(own_seed(data), _described(data), world, mesh)
-
-    history = history_of(data, options, new_seed)
-    found = shard_for(data, rank, world, shuffle=shuffle, drop_last=drop_last, uneven=uneven, history=history)
+    own = lambda: seed if seed is not None else Seed(own_seed(data), _described(data), world, mesh)
+    history = history_of(data, options, own)
+    ends = "uneven" if uneven else None if drop_last is None else "drop" if drop_last else "pad"
+    found = shard_for(data, rank, world, shuffle=shuffle, ends=ends, history=history)
     if device is not None and not isinstance(data, DataLoader):
         raise ValueError(f"device={device!r} is for a DataLoader, whose batches it places; leave it out here.")
     if isinstance(found, DataLoader) and (found is not data or not is_sharded(found)):
@@ -98,13 +96,12 @@ def shard_for(
     world: int,
     *,
     shuffle: bool | int | None = None,
-    seed: int = 0,
-    drop_last: bool | None = None,
-    uneven: bool = False,
+    ends: str | None = None,
     history: History | None = None,
 ) -> Any:
-    """shard() for a given rank of a given world; without a history it begins epoch 0 of `seed`."""
-    history = History(seed) if history is None else history
+    """shard() for a given rank of a given world; without a history it begins epoch 0 of seed 0. `ends`: what becomes of
+    samples that the ranks cannot share evenly ("pad", "drop" or "uneven"); None: as the loader does."""
+    history = History(0) if history is None else history
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} does not exist in a world of {world}")
     if isinstance(data, RankStream) or (isinstance(data, DataLoader) and is_sharded(data)):
@@ -112,14 +109,15 @@ def shard_for(
     loader = data if isinstance(data, DataLoader) else None
     source = data if loader is None else loader.dataset
     if _is_stream(source):
-        drop = bool(loader.drop_last if drop_last is None and loader is not None else drop_last)
-        ends = "uneven" if uneven else "drop" if drop else "pad"
+        if ends is None:
+            ends = "drop" if loader is not None and loader.drop_last else "pad"
         buffer_numel = SHUFFLE_BUFFER if shuffle is True else int(shuffle or 0)
         _ask(history)
-        stream = _stream(source, Share(rank, world, seed, buffer_numel, ends), history)
+        stream = _stream(source, Share(rank, world, shuffle=buffer_numel, ends=ends), history)
         return stream if loader is None else loader_of_stream(loader, stream)
-    if uneven:
+    if ends == "uneven":
         raise ValueError(f"uneven=True is for streams, and {type(source).__name__} is map-style: leave it out")
+    drop_last = None if ends is None else ends == "drop"
     if loader is not None:
         return _shard_loader(loader, rank, world, shuffle=shuffle, history=history, drop_last=drop_last)
     if world == 1 and shuffle is None:
@@ -130,8 +128,9 @@ def shard_for(
 
 
 def _shard_loader(
-    loader: DataLoader, rank: int, world: int, *, shuffle: bool | int | None, history: History, drop_last: bool | None
-) -> DataLoader:
+    loader: DataLoader[Any], rank: int, world: int, *,
+    shuffle: bool | int | None, history: History, drop_last: bool | None,
+) -> DataLoader[Any]:
     own_batches = loader.batch_size is None and loader.batch_sampler is not None
     if own_batches and shuffle is not None:
         raise ValueError("shuffle= has no meaning for a loader with its own batch_sampler: set it there")
@@ -216,3 +215,30 @@ def _shards_numel(source: Any) -> int:
     """Into how many parts the source can cut itself; 0: it cannot."""
     numel = getattr(source, "num_shards", getattr(source, "n_shards", 0))
     return numel if callable(getattr(source, "shard", None)) and isinstance(numel, int) else 0
+
+
+# ---- which rank of how many
+
+
+def place(mesh: Any) -> tuple[int, int]:
+    """(rank, world) in the mesh, the process group or the whole world; without any, from the environment."""
+    if mesh is None and not (dist.is_available() and dist.is_initialized()):
+        return place_from(os.environ)
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        rank, world = dist.get_rank(mesh), dist.get_world_size(mesh)
+    else:
+        members = mesh.mesh.flatten().tolist()
+        rank = members.index(dist.get_rank()) if dist.get_rank() in members else -1
+        world = len(members)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh it was asked to shard data over")
+    return rank, world
+
+
+def place_from(env: Mapping[str, str]) -> tuple[int, int]:
+    """(rank, world) by torchrun's or srun's variables: what zeor.shard() will join when it comes later."""
+    if "RANK" in env:
+        return int(env["RANK"]), int(env.get("WORLD_SIZE", 1))
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    return 0, 1

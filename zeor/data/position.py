@@ -3,12 +3,15 @@
 An epoch has one order, the same on every rank; ranks take turns in it. So "the first `consumed` items of this
 epoch are done" says everything, on any number of ranks: the rest is dealt out anew. Knows neither samplers,
 streams nor loaders.
+`zeor.data.shard(loader)` makes a new object each time. Written inside `for epoch in ...` it would begin epoch 0 again
+and again; so a `History` remembers beside the user's own object, for as long as that lives, how many epochs were begun.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeor.data.history import History
 from zeor.data.seeds import Seed
 
 VERSION = 1
@@ -57,10 +59,6 @@ class Position:
         self.epoch, self.start = self.epoch + 1, 0
         return self.running
 
-    def end(self, finished: Pass) -> None:
-        if self.running is finished:
-            self.running = None
-
     @property
     def continues(self) -> bool:
         """Whether the next pass, or the one just begun, goes on in the middle of an epoch."""
@@ -75,11 +73,15 @@ class Position:
         self.history.sent_to(epoch, consumed)
 
 
-def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int]:
-    """(epoch, consumed) of a saved state; ValueError where it belongs to other data or another order.
+def take_state(position: Position, state: Any, wanted: dict[str, Any]) -> tuple[int, int]:
+    """Send a position where a saved state says; returns (epoch, consumed). A seed that nobody gave is the saved one.
+    ValueError where the state belongs to other data or another order.
 
     Between epochs nothing of the order is left to continue, so there data and settings may have changed.
     """
+    seed = position.history.seed
+    if isinstance(seed, Seed) and isinstance(state, dict):
+        wanted = {**wanted, "seed": state.get("seed")}
     if not isinstance(state, dict) or state.get("zeor_data") != VERSION:
         raise ValueError(f"This is no position that zeor.data (version {VERSION}) saved: {state!r:.80}")
     if state["kind"] != wanted["kind"]:
@@ -91,7 +93,11 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int]:
                 f"{value!r}: the epoch cannot be continued; use the same data and settings, or set_epoch() to start "
                 "an epoch instead of loading this."
             )
-    return int(state["epoch"]), int(state["consumed"])
+    epoch, consumed = int(state["epoch"]), int(state["consumed"])  # first: a bad one changes nothing
+    if isinstance(seed, Seed):
+        seed.agreed = state.get("seed")  # the run goes on in the order that it began
+    position.go_to(epoch, consumed)
+    return position.epoch, position.start
 
 
 def seed_now(history: History) -> int:
@@ -99,21 +105,20 @@ def seed_now(history: History) -> int:
     return history.seed.now() if isinstance(history.seed, Seed) else history.seed
 
 
-def take_state(position: Position, state: Any, settings: dict[str, Any]) -> tuple[int, int]:
-    """Send a position where a saved state says; returns (epoch, consumed). A seed that nobody gave is the saved one."""
-    seed = position.history.seed
-    if isinstance(seed, Seed) and isinstance(state, dict):
-        settings = {**settings, "seed": state.get("seed")}
-    found = check_state(state, settings)
-    if isinstance(seed, Seed):
-        seed.adopt(state.get("seed"))
-    position.go_to(*found)
-    return found
-
-
 def part_numel(numel: int, world: int, drop_last: bool) -> int:
     """How many of `numel` items each rank gets: the same number on all."""
     return numel // world if drop_last else -(-numel // world)
+
+
+@contextmanager
+def kept(generator: torch.Generator | None) -> Iterator[None]:
+    """Whatever is drawn inside, after it the generator is as it was."""
+    state = None if generator is None else generator.get_state()
+    try:
+        yield
+    finally:
+        if generator is not None and state is not None:
+            generator.set_state(state)
 
 
 @contextmanager
@@ -129,3 +134,35 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+class History:
+    """Shared by everything that shard() made from one loader with the same options."""
+
+    def __init__(self, seed: int | Seed) -> None:
+        self.seed = seed
+        self.next = (0, 0)  # epoch, and items of it that are done already
+
+    def begun(self, epoch: int) -> None:
+        self.next = max(self.next, (epoch + 1, 0))
+
+    def sent_to(self, epoch: int, start: int) -> None:
+        self.next = (epoch, start)
+
+
+# By identity: a user's object may define == and no hash.
+_histories: dict[int, tuple[weakref.ref[Any], dict[Hashable, History]]] = {}
+
+
+def history_of(data: Any, options: Hashable, seed: Callable[[], int | Seed]) -> History:
+    """The history of `data` sharded with these options; a new one, with `seed()`, at the first time."""
+    number = id(data)
+    if number not in _histories:
+        try:
+            _histories[number] = (weakref.ref(data, lambda _: _histories.pop(number, None)), {})
+        except TypeError:  # no weak reference to it, and so no memory of it
+            return History(seed())
+    known = _histories[number][1]
+    if options not in known:
+        known[options] = History(seed())
+    return known[options]

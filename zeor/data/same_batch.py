@@ -40,11 +40,7 @@ def _parts(value: Any) -> Iterator[bytes | memoryview]:
     """What tells a batch from another, piece by piece: tensors' contents as memoryview, all else as bytes."""
     if isinstance(value, Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        if (
-            type(value) in (Tensor, torch.nn.Parameter)
-            and value.layout is torch.strided
-            and not value.is_meta
-        ):
+        if type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
             yield memoryview(_spread(value))
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         yield from _parts(torch.from_numpy(np.array(value)))

@@ -7,14 +7,11 @@ is communicated; all ranks get equally many items. Knows indices, not samples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-from zeor.data.history import History
-from zeor.data.position import VERSION, Position, part_numel, seed_now, seeded, take_state
+from zeor.data.position import VERSION, History, Position, kept, part_numel, seed_now, seeded, take_state
 from zeor.data.seeds import Seed, generator_of
 
 T = TypeVar("T")
@@ -78,11 +75,13 @@ class RankSampler(Sampler[T]):
 
     def _order(self, epoch: int) -> Sequence[T]:
         if type(self.inner) is SequentialSampler:
-            return range(len(self.inner))  # type: ignore[return-value]
+            return range(len(self.inner))  # type: ignore[return-value]  # T is int here
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
-        seed = seed_now(self.position.history) + epoch
-        with seeded(seed), _reseeded(generator_of(self.inner), seed):
+        seed, generator = seed_now(self.position.history) + epoch, generator_of(self.inner)
+        with seeded(seed), kept(generator):
+            if generator is not None:
+                generator.manual_seed(seed)
             return list(self.inner)
 
     # ---- position
@@ -100,17 +99,3 @@ class RankSampler(Sampler[T]):
     def _settings(self) -> dict[str, Any]:
         """What the order depends on; the name of the inner sampler stands for how it draws."""
         return {"kind": self.kind, "order": type(self.inner).__name__, "numel": len(self.inner), "seed": self.seed}
-
-
-@contextmanager
-def _reseeded(generator: torch.Generator | None, seed: int) -> Iterator[None]:
-    """The user's own generator draws from `seed` inside; after it, it is as it was."""
-    if generator is None:
-        yield
-        return
-    state = generator.get_state()
-    try:
-        generator.manual_seed(seed)
-        yield
-    finally:
-        generator.set_state(state)

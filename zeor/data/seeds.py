@@ -47,10 +47,6 @@ class Seed:
             self.agreed = self._ask()
         return self.agreed
 
-    def adopt(self, saved: int | None) -> None:
-        """From a saved position: the run goes on in the order that it began."""
-        self.agreed = saved
-
     def _ask(self) -> int:
         if self._world == 1:
             return self._own
@@ -70,7 +66,8 @@ class Seed:
 
 def rank_0_says(own: int, what: str, mesh: Any) -> int:
     """Rank 0's number, on every rank of the mesh. Every rank calls it, for the same data."""
-    group = _group(mesh)
+    is_mesh = mesh is not None and not isinstance(mesh, dist.ProcessGroup)
+    group: Any = mesh.get_group() if is_mesh else mesh or dist.group.WORLD
     if "fake" in str(dist.get_backend_config(group)):
         return own
     count = _counts[group] = _counts.get(group, 0) + 1
@@ -87,6 +84,7 @@ def rank_0_says(own: int, what: str, mesh: Any) -> int:
             f"zeor.data.shard({what}): rank 0 did not shard it within {WAIT_SECONDS:g} s; every rank must call "
             "zeor.data.shard on the same data, or give seed=."
         ) from error
+    seed: int
     seed, theirs = json.loads(store.get(key))
     if theirs != what:
         raise ValueError(
@@ -114,9 +112,3 @@ def generator_of(sampler: Any) -> torch.Generator | None:
 
 def _is_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _group(mesh: Any) -> Any:
-    if mesh is None:
-        return dist.group.WORLD
-    return mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()

@@ -26,8 +26,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from zeor.data.history import History
-from zeor.data.position import VERSION, Position, part_numel, seed_now, seeded, take_state
+from zeor.data.position import VERSION, History, Position, part_numel, seed_now, seeded, take_state
 from zeor.data.seeds import Seed
 
 _END = object()
@@ -45,7 +44,7 @@ class Share:
     own: tuple[int, int] | None = None
 
 
-class RankStream(IterableDataset):
+class RankStream(IterableDataset[Any]):
     """One rank's part of an iterable, or of what a function (a generator function, say) returns each time."""
 
     def __init__(self, source: Any, share: Share, history: History | None = None) -> None:
@@ -105,8 +104,8 @@ class RankStream(IterableDataset):
                 break
             if number // self.batch_size % turns == turn:
                 yield members[share.rank % len(members)]
-        if running is not None and not self.driven:
-            self.position.end(running)
+        if not self.driven and running is self.position.running:
+            self.position.running = None
 
     def _from(self, epoch: int, start: int) -> Iterator[Any]:
         """All samples of an epoch from `start` on; by the source's own position where that was saved."""

@@ -24,10 +24,10 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo  # torch._dynamo.disable, less the import of the compiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
@@ -115,28 +115,14 @@ class Shelf:
 
     # ---- calls
 
-    def takes(self, value: Any) -> bool:
-        """Large, floating, dense, of this device, and nobody else's: parameters stay, and so does what several calls
-        are given (an encoder's output, rotary tables): it would be kept by one and copied by all."""
-        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or type(value) is not Tensor:
-            return False
-        if value.device != self.device or not value.is_floating_point() or value.nbytes < LEAST_NBYTES:
-            return False
-        if value.layout is not torch.strided or torch.empty_like(value, device="meta").stride() != value.stride():
-            return False
-        if (value.is_leaf and value.requires_grad) or value.is_inference():
-            return False
-        storage = value.untyped_storage()
-        seen = self._seen.get(storage._cdata)
-        if seen is not None and not seen.expired():
-            return False
-        self._seen[storage._cdata] = StorageWeakRef(storage)
-        return True
+    def put(self, value: Any) -> Shelved | None:
+        return Shelved(self, value) if is_worth_sending(value, self.device, self._seen) else None
 
     def note(self, call: Sent) -> None:
         """A call has sent its inputs away; see point 1 of Note [To the host and back]."""
         self.calls = [*(ref for ref in self.calls if ref() is not None), weakref.ref(call)]
-        self._seen = {key: ref for key, ref in self._seen.items() if not ref.expired()}
+        living = ((key, ref) for key, ref in self._seen.items() if not ref.expired())
+        self._seen = dict(living)
         self._recent.append([weakref.ref(away) for away in call.aways])
         if len(self._recent) > HELD_CALLS:
             for ref in self._recent.popleft():
@@ -169,6 +155,26 @@ class Shelf:
         self._stream.wait_stream(compute)
         with self._stream:
             yield self._stream.record_event
+
+
+def is_worth_sending(value: Any, device: torch.device, seen: dict[int, StorageWeakRef]) -> bool:
+    """Large, floating, dense, of this device, and nobody else's: parameters stay, and so does what several calls are
+    given (an encoder's output, rotary tables): it would be kept by one and copied by all. `seen`: what some call was
+    given; this is added."""
+    if type(value) is not Tensor or value.device != device:
+        return False
+    if not value.is_floating_point() or value.nbytes < LEAST_NBYTES:
+        return False
+    if value.layout is not torch.strided or torch.empty_like(value, device="meta").stride() != value.stride():
+        return False
+    if (value.is_leaf and value.requires_grad) or value.is_inference():
+        return False
+    storage = value.untyped_storage()
+    before = seen.get(storage._cdata)
+    if before is not None and not before.expired():
+        return False
+    seen[storage._cdata] = StorageWeakRef(storage)
+    return True
 
 
 class Shelved:
@@ -238,19 +244,28 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+class Keeper(Protocol):
+    """Where calls send what they keep: a Shelf, or the planner's in its place."""
+
+    def put(self, value: Any) -> Shelved | None: ...
+    def note(self, call: Sent) -> None: ...
+    def before(self, call: Sent) -> Sent | None: ...
+
+
 class Sent:
     """What one call has sent away. It lives as long as the graph that may ask for it."""
 
-    def __init__(self, shelf: Shelf):
+    def __init__(self, shelf: Keeper):
         self._shelf = shelf
         self.aways: list[Shelved] = []
 
     def send(self, value: Any) -> Any:
-        """An Shelved in the place of a tensor that the shelf takes; anything else as it is."""
-        if not self._shelf.takes(value):
+        """A Shelved in the place of a tensor that the shelf takes; anything else as it is."""
+        away = self._shelf.put(value)
+        if away is None:
             return value
-        self.aways.append(Shelved(self._shelf, value))
-        return self.aways[-1]
+        self.aways.append(away)
+        return away
 
     @_disable_dynamo
     def all_sent(self) -> None:
@@ -277,7 +292,7 @@ class Sent:
 class Kept(Sent):
     """The arguments of one call, for its forward and for each recomputation."""
 
-    def __init__(self, shelf: Shelf, arguments: Any):
+    def __init__(self, shelf: Keeper, arguments: Any):
         super().__init__(shelf)
         self._first = arguments
         sent: dict[int, Any] = {}  # what was one object stays one
@@ -304,7 +319,7 @@ class Packed(Sent):
     """What autograd saves of a call whose forward is a compiled graph: the compiler has decided what that is, its
     inputs above all. Unlike arguments, it may hold parameters under other names: `ours` is their memory."""
 
-    def __init__(self, shelf: Shelf, ours: set[int]):
+    def __init__(self, shelf: Keeper, ours: set[int]):
         super().__init__(shelf)
         self._ours, self._begun = ours, False
 

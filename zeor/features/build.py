@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zeor.features.counts import Counts
 from zeor.features.first_batch import FirstBatch
 from zeor.features.freezing import Freezing
+from zeor.features.mean_loss import Counts
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.nonfinite import NonFinite
 from zeor.features.plain_grads import PlainGrads
@@ -20,7 +20,7 @@ from zeor.features.release import Release
 from zeor.features.settings import Settings
 from zeor.step.engine import Engine
 from zeor.step.extension import Extension
-from zeor.step.handle import Handle, Services, services_of
+from zeor.step.handle import slots_of
 from zeor.step.unit import Owner, Slot
 
 
@@ -29,47 +29,42 @@ class Builder:
     later goes through all three again."""
 
     def __init__(self, engine: Engine):
+        axes = engine.axes
         self.engine = engine
-        self._services: Services = services_of(engine)
-        self._first_batch = FirstBatch(engine.mesh, engine.remove_extension)
-        self._counts = Counts(engine.mesh, engine.slots, engine.announcer)
+        self._first_batch = FirstBatch(axes, engine.remove_extension)
+        self._counts = Counts(axes, engine.slots, engine.announcer)
         self._plain: PlainGrads | None = None
 
     def slots(self, params: Sequence[tuple[str, nn.Parameter, Sequence[Owner]]]) -> list[Slot]:
         """One for each parameter, with its handle."""
-        made = [Slot(*each) for each in params]
-        for slot in made:
-            slot.held = Handle(slot, self._services)
-        return made
+        return slots_of(params, self.engine.services)
 
     def finish(self, model: nn.Module | None = None) -> None:
         """All units are there."""
         self.engine.ready()
         self.engine.extend(self._features(model))
-        self._services.complete(self.engine)
 
     def _features(self, model: nn.Module | None) -> list[Extension]:
         """In the order in which they act: a mean is known before a release uses it. What has nothing to do in this
         model is left out."""
-        engine, mesh, counts = self.engine, self.engine.mesh, self._counts
-        nonfinite = NonFinite(mesh, engine.norms, engine.slots, engine.plan.nonfinite)
-        features: list[Extension] = [
-            Freezing(mesh, engine.slots, engine.announcer, engine.thaw),
-            counts,
-            Settings(mesh, engine.optimizers),
-            nonfinite,
-        ]
-        if engine.plan.release:
-            features.append(Release(engine.units, engine.reducer, engine.backward, counts))
-        if not self._first_batch.done:
-            features.append(self._first_batch)
+        engine, counts, first_batch = self.engine, self._counts, self._first_batch
+        axes, plan, units, slots, norms = engine.axes, engine.plan, engine.units, engine.slots, engine.norms
+        nonfinite = NonFinite(axes, norms, slots, plan.nonfinite)
+        freezing = Freezing(axes, slots, engine.announcer, engine.passes.settling, engine.thaw)
+        features: list[Extension] = [freezing, counts, Settings(axes, engine.optimizers), nonfinite]
+        if plan.release:
+            features.append(Release(units, engine.reducer, engine.backward, counts))
+        if not first_batch.done:
+            features.append(first_batch)
         if model is not None:
-            features.append(Recompute(engine.units, engine.plan.recompute, mesh.device))
-            buffers = ModuleBuffers(mesh, model, engine.plan.buffers)
+            features.append(Recompute(units, plan.recompute, axes.device))
+            buffers = ModuleBuffers(axes, model, plan.buffers)
             if buffers.told_count:
                 features.append(buffers)
         if engine.plain:
-            given = None if self._plain is None else self._plain.given
-            self._plain = PlainGrads(engine, self._first_batch, nonfinite, given)
+            before = self._plain
+            self._plain = PlainGrads(axes, units, norms, engine.drop_grads, first_batch, nonfinite)
+            if before is not None:
+                self._plain.given = before.given
             features.append(self._plain)
         return features

@@ -36,7 +36,7 @@ class _Rule(NamedTuple):
     smoothing: float
 
 
-def chunked_cross_entropy(
+def chunked_cross_entropy(  # noqa: PLR0913 (public: the arguments of F.cross_entropy)
     hidden: Tensor,
     head: nn.Module | Tensor,
     targets: Tensor,
@@ -110,7 +110,8 @@ def _inside(head: nn.Module, hidden: Tensor, targets: Tensor, rule: _Rule) -> Te
 
     vars(head)["forward"] = loss
     try:
-        return head(hidden)  # type: ignore[no-any-return]
+        total: Tensor = head(hidden)
+        return total
     finally:
         _put_back(head, own)
 
@@ -132,8 +133,8 @@ def _is_plain(head: nn.Linear) -> bool:
     return all(type(param) in (nn.Parameter, Whole, Away) for param in head._parameters.values() if param is not None)
 
 
-def _reshaped(compute: Callable, hidden: Tensor, targets: Tensor, rule: _Rule, *how: Any) -> Tensor:
-    loss = compute(hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), rule, *how)
+def _reshaped(compute: Callable[..., Tensor], hidden: Tensor, targets: Tensor, rule: _Rule, *how: Any) -> Tensor:
+    loss: Tensor = compute(hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), rule, *how)
     return loss.view(targets.shape) if rule.reduction == "none" else loss
 
 
@@ -141,14 +142,10 @@ def _rows(rule: _Rule, classes: int) -> int:
     return rule.chunk or max(1, _CHUNK_NUMEL // classes)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 # ---- any head: checkpoints
 
 
-def _loss_of_any(hidden: Tensor, targets: Tensor, rule: _Rule, head: Callable) -> Tensor:
+def _loss_of_any(hidden: Tensor, targets: Tensor, rule: _Rule, head: Callable[[Tensor], Tensor]) -> Tensor:
     if rule.chunk is None:
         with torch.no_grad():
             classes = head(hidden[:1]).shape[-1] if len(hidden) else 1
@@ -160,7 +157,8 @@ def _loss_of_any(hidden: Tensor, targets: Tensor, rule: _Rule, head: Callable) -
     )
 
     def run(rows: Tensor, classes: Tensor) -> Tensor:
-        return entropy(_wide(head(rows)), classes)
+        logits = head(rows)
+        return entropy(logits.to(_at_least_fp32(logits)), classes)
 
     parts = [
         checkpoint(run, rows, classes, use_reentrant=False)
@@ -168,7 +166,7 @@ def _loss_of_any(hidden: Tensor, targets: Tensor, rule: _Rule, head: Callable) -
     ]
     if rule.reduction == "none":
         return torch.cat(parts)
-    total = functools.reduce(torch.add, parts)
+    total: Tensor = functools.reduce(torch.add, parts)
     return total / _count(targets, rule).to(total.dtype) if rule.reduction == "mean" else total
 
 
@@ -183,7 +181,8 @@ def _loss_of_linear(hidden: Tensor, targets: Tensor, rule: _Rule, weight: Tensor
     if rule.reduction == "none":  # each row's gradient has a factor that only backward knows
         rule = rule._replace(chunk=_rows(rule, len(weight)))
         return _loss_of_any(hidden, targets, rule, lambda rows: F.linear(rows, weight, bias))
-    return _LinearLoss.apply(hidden, weight, bias, targets, rule)  # type: ignore[no-any-return]
+    total: Tensor = _LinearLoss.apply(hidden, weight, bias, targets, rule)
+    return total
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -205,7 +204,8 @@ class _LinearLoss(torch.autograd.Function):
             loss, grad = _chunk_loss(logits.to(wide), classes, rule, sums.wanted)
             total += loss
             if grad is not None:
-                grad = (grad if ctx.late else grad.mul_(scale)).masked_fill_(_ignored(classes, rule), 0.0)
+                ignored = (classes == rule.ignore_index).unsqueeze(1)
+                grad = (grad if ctx.late else grad.mul_(scale)).masked_fill_(ignored, 0.0)
                 sums.add(begin, rows, grad.to(logits.dtype))
         ctx.save_for_backward(scale, *sums.grads())
         return total * scale
@@ -226,10 +226,6 @@ class _LinearLoss(torch.autograd.Function):
 
 def _at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _ignored(classes: Tensor, rule: _Rule) -> Tensor:
-    return (classes == rule.ignore_index).unsqueeze(1)
 
 
 def _chunk_loss(logits: Tensor, classes: Tensor, rule: _Rule, wanted: bool) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.data import fingerprint
 from zeor.step.extension import Extension
 
@@ -18,9 +18,9 @@ class FirstBatch(Extension):
     """Compares what the ranks see first: inputs where there is a forward hook, gradients where there is none.
     `leave(self)` is called then, as there is nothing more to do."""
 
-    def __init__(self, mesh: Mesh, leave: Callable[[Extension], None]):
-        self._mesh, self._leave = mesh, leave
-        self.done = mesh.world == 1 or mesh.fake
+    def __init__(self, axes: Axes, leave: Callable[[Extension], None]):
+        self._axes, self._leave = axes, leave
+        self.done = axes.everyone.size == 1 or axes.everyone.fake
         self._prints: list[int] = []
 
     def meets(self, train: bool, alone: bool) -> bool:
@@ -41,10 +41,10 @@ class FirstBatch(Extension):
             return
         self.done = True
         self._leave(self)
-        seen = exchange(self._mesh, self._prints, "comparison of the ranks' first batches")
-        if self._mesh.rank == 0 and all(rank == seen[0] for rank in seen):
+        seen = exchange(self._axes.everyone, self._prints, "comparison of the ranks' first batches")
+        if self._axes.everyone.rank == 0 and all(rank == seen[0] for rank in seen):
             log.warning(
                 "All %d ranks were fed the same first batch: every rank does the same work. Give each its own part "
                 "of the data with zeor.data.shard(loader).",
-                self._mesh.world,
+                self._axes.everyone.size,
             )

@@ -12,8 +12,8 @@ Note [Freezing and unfreezing]
 2. A parameter frozen later keeps its lane, its gradient (until the user drops it) and the optimizer's state. A lane of
    which nothing trains is not reduced.
 3. The move is a collective, so ranks must agree before it. While anything is frozen, every training forward begins
-   with one small agreement on who trains. While nothing is, nothing can move: a change is confirmed with the end of
-   backward. Ranks that differ raise, all of them, naming the parameter.
+   with one small agreement on who trains (where paths are settled, only after a change). While nothing is, nothing can
+   move: a change is confirmed with the end of backward. Ranks that differ raise, all of them, naming the parameter.
 """
 
 from __future__ import annotations
@@ -21,41 +21,58 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.step.events import Announcer
-from zeor.step.extension import Extension
+from zeor.step.extension import COMPARED, Extension
+from zeor.step.settling import Settling
 from zeor.step.unit import Slot
+
+
+class Watcher(Protocol):
+    def thawed(self, slots: Sequence[Slot]) -> None:
+        """These parameters have moved to a trainable lane."""
 
 
 class Freezing(Extension):
     """Who trains in one engine. `move` brings parameters that are unfrozen to trainable lanes."""
 
-    told_count = 2
+    riding, told_count = COMPARED, 2
 
-    def __init__(self, mesh: Mesh, slots: Sequence[Slot], announcer: Announcer, move: Callable[[Sequence[Slot]], None]):
-        self._mesh, self._slots, self._announcer, self._move = mesh, slots, announcer, move
-        self._watchers: list[weakref.ref] = []
+    def __init__(
+        self, axes: Axes, slots: Sequence[Slot], announcer: Announcer, settling: Settling,
+        move: Callable[[Sequence[Slot]], None],
+    ):  # fmt: skip
+        self._axes, self._slots, self._announcer, self._move = axes, slots, announcer, move
+        self._settling = settling
+        self._watchers: list[weakref.ref[Watcher]] = []
         self._changed = True
         self._adopt()
 
-    def watch(self, watcher: Any) -> None:
-        """`watcher.thawed(slots)` is called whenever parameters have moved to a trainable lane."""
+    def watch(self, watcher: Watcher) -> None:
         self._watchers.append(weakref.ref(watcher))
 
     def froze(self) -> None:
-        self._changed = True
+        self._changed, self.tells = True, None
 
     # ---- agreement
 
     def meets(self, train: bool, alone: bool) -> bool:
         """A training forward begins with an agreement."""
-        return train and self._some_frozen
+        return train and self._agrees
+
+    @property
+    def _agrees(self) -> bool:
+        """See step 3 of the Note. Where paths are settled, only a rank that has changed something asks."""
+        return self._some_frozen and (self._changed or not self._settling.settled)
+
+    def needs_answer(self) -> bool:
+        return self._changed
 
     def begin_forward(self, train: bool, alone: bool) -> None:
         if train:
@@ -63,12 +80,12 @@ class Freezing(Extension):
 
     def settle(self) -> None:
         """A training forward begins: see step 3 of the Note."""
-        if not self._some_frozen:
+        if not self._agrees:
             return
-        mesh = self._mesh
-        if mesh.world > 1 and not mesh.fake:
+        axis = self._axes.everyone
+        if axis.size > 1 and not axis.fake:
             numbers = torch.tensor(self.told(), dtype=torch.int32)
-            self._compare(verbs.agree_max(mesh, numbers, "agreement on which parameters train").tolist())
+            self._compare(verbs.agree_max(axis, numbers, "agreement on which parameters train").tolist())
         self._adopt()
 
     def told(self) -> list[int]:
@@ -89,7 +106,7 @@ class Freezing(Extension):
             return
         slots = self._slots
         mine = "".join("1" if slot.trains else "0" for slot in slots)
-        everyone = exchange(self._mesh, mine, "comparison of which parameters train")
+        everyone = exchange(self._axes.everyone, mine, "comparison of which parameters train")
         told = {rank: flags for rank, flags in enumerate(everyone) if rank not in self._announcer.left}
         for number, slot in enumerate(slots):
             ranks = {flags[number]: rank for rank, flags in told.items()}
@@ -109,19 +126,13 @@ class Freezing(Extension):
         self._changed = False
         slots = self._slots
         self._agreed = self._fingerprint()
+        self.tells = [self._agreed, -self._agreed]
         self._some_frozen = any(not slot.trains and slot.dtype.is_floating_point for slot in slots)
         thawed = [slot for slot in slots if slot.trains and slot.lane.grads is None]
         if thawed:
-            self._thaw(thawed)
+            self._move(thawed)
+            for watcher in filter(None, (ref() for ref in self._watchers)):
+                watcher.thawed(thawed)
         for slot in slots:
             if slot.lane.grads is not None:
-                slot.lane.grads.trains[slot.index] = slot.trains
-
-    # ---- moving
-
-    def _thaw(self, slots: Sequence[Slot]) -> None:
-        self._move(slots)
-        for ref in self._watchers:
-            watcher = ref()
-            if watcher is not None:
-                watcher.thawed(slots)
+                slot.lane.grads.agree(slot.index, slot.trains)

@@ -8,7 +8,7 @@ Note [Joining]
    plays the same collectives without computing: gathers and drops, zeros in reduces, the same norms. It holds its
    slice of the gradients and takes the same step on it.
 3. Where somebody has left, an exchange of text follows the vector: what the others' code did to the gradients since
-   the last one (edits.py), the settings of the groups, the order of a norm.
+   the last one (`Edits`), the settings of the groups, the order of a norm.
 4. Gradients are averaged over the ranks that were there in that backward.
 5. Ranks that announce different events all raise one sentence. A rank whose code raises plays the pass it is in to its
    end, so that nobody waits for it, and answers FAILED: all raise.
@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeor.access import full
@@ -33,12 +34,12 @@ from zeor.access.sharded import engine_of
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.features import settings
-from zeor.features.edits import Edits
 from zeor.features.settings import Settings
 from zeor.memory.view import Held
 from zeor.step import events
 from zeor.step.engine import Engine
 from zeor.step.events import Announcer, OpenJoin
+from zeor.step.handle import Handle
 
 OnStep = Callable[[], Any] | Mapping[Optimizer, Callable[[], Any]] | None
 
@@ -48,8 +49,12 @@ NOBODY, LEFT, FAILED, FIRST_EVENT = range(4)
 class Join(OpenJoin):
     def __init__(self, engines: Sequence[Engine], on_step: OnStep):
         self._engines, self._on_step = list(engines), on_step
-        self._mesh = engines[0].mesh
-        self.ranks = dist.get_process_group_ranks(self._mesh.control)
+        self._axes = engines[0].axes
+        self.announcers = [engine.announcer for engine in engines]
+        for engine in engines:
+            engine.passes.settling.unsettle()  # on every rank: one that only follows tells other numbers
+        self._optimizers = [engine.optimizers for engine in engines]
+        self.ranks = dist.get_process_group_ranks(self._axes.everyone.control)
         self.edits = Edits(self._engines)
         self.left: list[int] = []  # ranks that had left at the last announcement
         self.playing = False  # this rank has left and follows
@@ -60,14 +65,11 @@ class Join(OpenJoin):
     @property
     def active(self) -> int:
         """How many ranks still compute."""
-        return self._mesh.world - len(self.left)
+        return self._axes.everyone.size - len(self.left)
 
     # ---- those who compute
 
-    def _engine_of(self, announcer: Announcer) -> int:
-        return next(i for i, engine in enumerate(self._engines) if engine.announcer is announcer)
-
-    def note_edit(self, held: Held, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note_edit(self, held: Held, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.edits.note(held, verb, args, kwargs)
 
     def announce(self, by: Announcer, event: str, detail: Any = None) -> list[Any]:
@@ -75,7 +77,7 @@ class Join(OpenJoin):
         function that says it. Returns what the ranks told, None of one that has left."""
         if self.playing or self._inside or self._over:
             return []
-        which = self._engine_of(by)
+        which = self.announcers.index(by)
         engine = self._engines[which]
         if engine.plain and event not in events.NEEDS_NO_DETAIL:
             engine.heed()
@@ -83,7 +85,7 @@ class Join(OpenJoin):
         codes = self._vote(FIRST_EVENT + which * len(events.EVENTS) + events.EVENTS.index(event), events.SAID[event])
         self._heed(codes)
         if event == events.TOTAL:
-            return exchange(self._mesh, detail, "exchange of zeor.total")
+            return exchange(self._axes.everyone, detail, "exchange of zeor.total")
         if event in events.NEEDS_NO_DETAIL:
             return []
         told = []
@@ -133,7 +135,7 @@ class Join(OpenJoin):
             mine = {"edits": self.edits.encode(), "detail": detail() if callable(detail) else detail}
         except RuntimeError as error:
             mine = {"error": str(error)}
-        return exchange(self._mesh, mine, "exchange inside zeor.join")
+        return exchange(self._axes.everyone, mine, "exchange inside zeor.join")
 
     def _compare(self, told: list[Any], event: str) -> None:
         present = {rank: each for rank, each in enumerate(told) if each is not None}
@@ -153,15 +155,15 @@ class Join(OpenJoin):
     # ---- the exchange
 
     def _vote(self, code: int, what: str) -> list[int]:
-        codes = torch.full((self._mesh.world,), NOBODY, dtype=torch.int64)
-        codes[self._mesh.rank] = code
-        return verbs.agree_max(self._mesh, codes, f"agreement inside zeor.join before {what}").tolist()
+        codes = torch.full((self._axes.everyone.size,), NOBODY, dtype=torch.int64)
+        codes[self._axes.everyone.rank] = code
+        return verbs.agree_max(self._axes.everyone, codes, f"agreement inside zeor.join before {what}").tolist()
 
     def _heed(self, codes: list[int]) -> None:
         """What every rank said: raise, on all of them, where they cannot go on together."""
         if FAILED in codes:
             self._over = True
-            texts = exchange(self._mesh, None, "exchange of an error inside zeor.join")
+            texts = exchange(self._axes.everyone, None, "exchange of an error inside zeor.join")
             rank = codes.index(FAILED)
             raise RuntimeError(f"zeor.join: rank {rank} raised {texts[rank]}, so no rank can go on inside the block.")
         self._before, self.left = self.left, [rank for rank, code in enumerate(codes) if code == LEFT]
@@ -191,7 +193,7 @@ class Join(OpenJoin):
             while True:
                 codes = self._vote(LEFT, "the end of the block")
                 self._heed(codes)
-                if len(self.left) == self._mesh.world:
+                if len(self.left) == self._axes.everyone.size:
                     break
                 code = next(code for code in codes if code != LEFT)
                 which, event = divmod(code - FIRST_EVENT, len(events.EVENTS))
@@ -210,16 +212,13 @@ class Join(OpenJoin):
 
     def _follow(self, engine: Engine, event: str, skip: int) -> int:
         """Take part in one event; how much of what will be told next this rank has done itself."""
-        if event == events.TRAIN or event == events.EVAL:
-            engine.forward.play(event == events.TRAIN, "")
-            return skip
-        if event == events.AGREEMENT:
-            engine.backward.play_agreement()
+        if event in events.NEEDS_NO_DETAIL:
+            engine.play(event, None)
             return skip
         if event == events.TOTAL:
-            exchange(self._mesh, None, "exchange of zeor.total")
+            exchange(self._axes.everyone, None, "exchange of zeor.total")
             return skip
-        told = exchange(self._mesh, None, "exchange inside zeor.join")
+        told = exchange(self._axes.everyone, None, "exchange inside zeor.join")
         self._compare(told, events.SAID[event])
         heard = next(each for each in told if each is not None)
         self.edits.replay(heard["edits"], skip)
@@ -227,26 +226,18 @@ class Join(OpenJoin):
         return 0
 
     def _play(self, engine: Engine, event: str, detail: Any) -> None:
-        if event == events.ENTRY:
-            engine.forward.play(detail["train"], detail["entry"])
-        elif event == events.BACKWARD or event == events.BACKWARD_KEPT:
-            engine.backward.play(event == events.BACKWARD, detail)
-        elif event == events.NORM:
-            engine.norms.compute([engine.slots[i] for i in detail["slots"]], detail["ord"])
-        elif event == events.STEP:
+        if event == events.STEP:
             self._step(engine.optimizers[detail["optimizer"]], detail)
-        elif event == events.GRADS:
-            engine.slots[detail].lane.gather_grads()
         elif event == events.FULL:
             full.take_part(engine.units, detail["grads"])
-        else:
+        elif not engine.play(event, detail):
             self._over = True
             raise _refusal(detail, self.left)
 
     def _step(self, optimizer: Optimizer, detail: dict[str, Any]) -> None:
         settings.take_over(optimizer, detail["settings"])
         for name, value in detail["amp"].items():  # GradScaler hands its scale to a fused step this way
-            setattr(optimizer, name, torch.tensor(value, device=self._mesh.device))
+            setattr(optimizer, name, torch.tensor(value, device=self._axes.device))
         optimizer.step()
         for name in detail["amp"]:
             delattr(optimizer, name)
@@ -260,32 +251,31 @@ class Join(OpenJoin):
         if not early:
             return
         mine = None
-        if self._mesh.rank not in early:
-            found = [[settings.encode(each) for each in engine.optimizers] for engine in self._engines]
+        if self._axes.everyone.rank not in early:
+            found = [[settings.encode(each) for each in optimizers] for optimizers in self._optimizers]
             mine = {"edits": self.edits.encode(), "detail": found}
-        told = exchange(self._mesh, mine, "exchange at the end of zeor.join")
+        told = exchange(self._axes.everyone, mine, "exchange at the end of zeor.join")
         if mine is None:
             heard = next(each for each in told if each is not None)
             self.edits.replay(heard["edits"], skip)
-            for engine, each in zip(self._engines, heard["detail"]):
-                for optimizer, groups in zip(engine.optimizers, each):
+            for optimizers, each in zip(self._optimizers, heard["detail"]):
+                for optimizer, groups in zip(optimizers, each):
                     settings.take_over(optimizer, groups)
 
     # ---- errors
 
     def fail(self, error: Exception) -> None:
         """This rank's code raised: say so, once nobody waits for this rank in a pass."""
-        if self._over or self._mesh.stuck:
+        if self._over or self._axes.everyone.stuck:
             return
         for engine in self._engines:
-            engine.forward.recover()
-            engine.backward.recover()
+            engine.recover()
         # They may have come to a sentence of their own on the way, and so has every other rank.
-        if not self._over and not self._mesh.stuck:
+        if not self._over and not self._axes.everyone.stuck:
             self._over = True
             self._vote(FAILED, "an error is raised")
             text = f"{type(error).__name__}: {str(error)[:500]}"
-            exchange(self._mesh, text, "exchange of an error inside zeor.join")
+            exchange(self._axes.everyone, text, "exchange of an error inside zeor.join")
 
 
 def _refusal(what: str, left: list[int]) -> RuntimeError:
@@ -326,15 +316,15 @@ def join(model: Any, on_step: OnStep = None) -> Iterator[None]:
     if not found:
         raise ValueError("zeor.join was given an empty list; name the models that are used inside.")
     engines = [engine_of(each) for each in found]
-    mesh = engines[0].mesh
-    if mesh.world == 1 or mesh.fake:
+    axis = engines[0].axes.everyone
+    if axis.size == 1 or axis.fake:
         yield  # there is nobody to wait for
         return
     _check(engines)
     block = Join(engines, on_step)
     events.open_joins.append(block)
-    for engine in engines:
-        engine.announcer.block = block
+    for announcer in block.announcers:
+        announcer.block = block
     try:
         yield
     except Exception as error:
@@ -344,14 +334,14 @@ def join(model: Any, on_step: OnStep = None) -> Iterator[None]:
         block.leave()
     finally:
         events.open_joins.remove(block)
-        for engine in engines:
-            engine.announcer.block = None
+        for announcer in block.announcers:
+            announcer.block = None
 
 
 def _check(engines: Sequence[Engine]) -> None:
     if len(set(engines)) < len(engines):
         raise ValueError("zeor.join was given the same model twice.")
-    ranks = [dist.get_process_group_ranks(engine.mesh.control) for engine in engines]
+    ranks = [dist.get_process_group_ranks(engine.axes.everyone.control) for engine in engines]
     if any(each != ranks[0] for each in ranks):
         raise ValueError("zeor.join was given models that are sharded over different ranks; they cannot end together.")
     for other in events.open_joins:
@@ -359,3 +349,99 @@ def _check(engines: Sequence[Engine]) -> None:
             raise RuntimeError(
                 "zeor.join is open already on these ranks; give all models to one block: zeor.join([model, other])."
             )
+
+
+# ---- the user's changes to gradients
+
+
+class Edit(NamedTuple):
+    engine: int
+    slot: int
+    verb: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Edits:
+    """What the user did to gradients since ranks last met (scaled, clamped, dropped), to be told to ranks that follow.
+
+    A rank that ran out of data inside `join` holds its slice of every gradient but runs none of the user's code, so it
+    must be told what the others' code did to theirs. Numbers can travel; a tensor of many elements cannot, and is
+    refused by name when somebody would need it.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        self._engines = engines
+        self._at = {slot.held: (e, s) for e, engine in enumerate(engines) for s, slot in enumerate(engine.slots)}
+        self._log: list[Edit] = []
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def clear(self) -> None:
+        self._log.clear()
+
+    def note(self, held: Held, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._log.append(Edit(*self._at[held], verb, args, kwargs))
+
+    def encode(self) -> list[list[Any]]:
+        """As JSON; neighbours that differ in the parameter alone become one entry."""
+        found: list[list[Any]] = []
+        last: Edit | None = None
+        for edit in self._log:
+            if last is not None and (edit.engine, edit.verb) == (last.engine, last.verb) and _same(edit, last):
+                found[-1][2].append(edit.slot)
+            else:
+                name = self._engines[edit.engine].slots[edit.slot].name
+                args = [_encode(arg, edit.verb, name) for arg in edit.args]
+                kwargs = {key: _encode(arg, edit.verb, name) for key, arg in edit.kwargs.items()}
+                found.append([edit.engine, edit.verb, [edit.slot], args, kwargs])
+            last = edit
+        return found
+
+    @torch.no_grad()
+    def replay(self, entries: Sequence[Sequence[Any]], skip: int) -> None:
+        """Do here what another rank's code did; this rank's own code had done the first `skip` of it."""
+        for engine_index, verb, slots, encoded, encoded_by_name in entries:
+            engine = self._engines[engine_index]
+            device = engine.axes.device
+            args = [_decode(arg, device) for arg in encoded]
+            kwargs = {key: _decode(arg, device) for key, arg in encoded_by_name.items()}
+            for slot in (engine.slots[position] for position in slots):
+                if skip > 0:
+                    skip -= 1
+                    continue
+                held = slot.held
+                assert isinstance(held, Handle)
+                if verb == events.SCALE:
+                    held.scale_grad(args[0])
+                elif verb != events.DROP:
+                    getattr(torch.Tensor, verb)(held.local_grad(), *args, **kwargs)
+                    held.tell_edit(verb)
+                else:
+                    held.set_grad(None)
+                    if engine.plain:
+                        slot.param.grad = None
+
+
+def _same(a: Edit, b: Edit) -> bool:
+    mine, other = (*a.args, *a.kwargs.items()), (*b.args, *b.kwargs.items())
+    plain = (int, float, bool, tuple)
+    return len(mine) == len(other) and all(x is y or (type(x) in plain and x == y) for x, y in zip(mine, other))
+
+
+def _encode(value: Any, verb: str, name: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"number": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise RuntimeError(
+        f"{verb} on the gradient of {name!r} was given a {type(value).__name__} of many numbers inside zeor.join, "
+        "where a rank that is out of data cannot follow; change gradients by single numbers there."
+    )
+
+
+def _decode(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return torch.tensor(value["number"], dtype=getattr(torch, value["dtype"]), device=device)
+    return value

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes, Axis
 from zeor.step.extension import Extension
 
 log = logging.getLogger("zeor")
@@ -71,9 +71,10 @@ class _Holder:
 class ModuleBuffers(Extension):
     """The buffers of one sharded model."""
 
-    def __init__(self, mesh: Mesh, model: nn.Module, how: str):
-        self._mesh, self._how = mesh, how
-        idle = mesh.world == 1 or mesh.fake or how == "local"
+    def __init__(self, axes: Axes, model: nn.Module, how: str):
+        self._axes, self._how = axes, how
+        axis = axes.everyone
+        idle = axis.size == 1 or axis.fake or how == "local"
         self._holders = [] if idle else holders(model)
         self._mine = [SAME] * len(self._holders)  # as last told
         self._most = self._least = list(self._mine)  # over ranks
@@ -89,6 +90,10 @@ class ModuleBuffers(Extension):
         self._mine = [holder.state() for holder in self._holders]
         return [*self._mine, *(-state for state in self._mine)]
 
+    def needs_answer(self) -> bool:
+        """Where a rank skips a module others run, what is sent differs from step to step."""
+        return any(self._mine)
+
     def heard(self, largest: Sequence[int]) -> None:
         count = len(self._holders)
         self._most, self._least = list(largest[:count]), [-state for state in largest[count:]]
@@ -102,7 +107,8 @@ class ModuleBuffers(Extension):
             return
         here = [self._holders[i] for i in chosen]
         by_all = all(self._least[i] == CHANGED for i in chosen)
-        send(self._mesh, [h.buffers() for h in here], self._how, None if by_all else [self._mine[i] for i in chosen])
+        changed = None if by_all else [self._mine[i] for i in chosen]
+        send(self._axes.everyone, [h.buffers() for h in here], self._how, changed)
         for i in chosen:
             self._holders[i].look()
             self._mine[i] = self._most[i] = self._least[i] = SAME
@@ -138,21 +144,21 @@ def holders(model: nn.Module) -> list[_Holder]:
     return found
 
 
-def sync_now(mesh: Mesh, model: nn.Module, how: str) -> None:
+def sync_now(axis: Axis, model: nn.Module, how: str) -> None:
     """All persistent buffers, whether they changed or not. Every rank of the mesh calls it."""
     if how not in ("mean", "rank0"):
         raise ValueError(f"zeor.sync_buffers(how={how!r}): use 'mean' or 'rank0'.")
-    if mesh.world == 1 or mesh.fake:
+    if axis.size == 1 or axis.fake:
         return
     found = holders(model)
     lines = [f"{h.name!r}: {[(tuple(b.shape), b.dtype) for b in h.buffers()]}" for h in found]
-    same_everywhere(mesh, "buffers", lines)
+    same_everywhere(axis, "buffers", lines)
     if found:
-        send(mesh, [holder.buffers() for holder in found], how, None)
+        send(axis, [holder.buffers() for holder in found], how, None)
 
 
 @torch.no_grad()
-def send(mesh: Mesh, groups: list[list[Tensor]], how: str, changed: list[int] | None) -> None:
+def send(axis: Axis, groups: list[list[Tensor]], how: str, changed: list[int] | None) -> None:
     """Make these buffers the same on all ranks. `changed`: whether this rank changed each group; None: all did."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     owner: dict[torch.dtype, list[int]] = {}  # the group of each
@@ -161,13 +167,14 @@ def send(mesh: Mesh, groups: list[list[Tensor]], how: str, changed: list[int] | 
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
             owner.setdefault(buffer.dtype, []).append(number)
     flags = torch.tensor([] if changed is None else changed, dtype=torch.uint8)
-    parts = [flags.to(mesh.device), *(_side_by_side(buffers, mesh.device) for buffers in by_dtype.values())]
+    flats = ([buffer.detach().reshape(-1).to(axis.device) for buffer in buffers] for buffers in by_dtype.values())
+    parts = [flags.to(axis.device), *(torch.cat(flat).view(torch.uint8) for flat in flats)]
     message = torch.cat([_padded(part) for part in parts])
     if how == "rank0":
-        verbs.broadcast(mesh, message, "broadcast of rank 0's buffers")
+        verbs.broadcast(axis, message, "broadcast of rank 0's buffers")
         rows = message.unsqueeze(0)
     else:
-        rows = verbs.gather_vector(mesh, message, "exchange of the ranks' buffers")
+        rows = verbs.gather_vector(axis, message, "exchange of the ranks' buffers")
     who = rows[:, : flags.numel()].bool() if changed is not None and how == "mean" else None  # ranks x groups
     begin = _padded(flags).numel()
     for dtype, buffers in by_dtype.items():
@@ -205,10 +212,6 @@ def _put(buffers: list[Tensor], flat: Tensor) -> None:
     with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
         parts = flat.split([buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [part.view(buffer.shape) for buffer, part in zip(buffers, parts)])
-
-
-def _side_by_side(buffers: list[Tensor], device: torch.device) -> Tensor:
-    return torch.cat([buffer.detach().reshape(-1).to(device) for buffer in buffers]).view(torch.uint8)
 
 
 def _padded(part: Tensor) -> Tensor:

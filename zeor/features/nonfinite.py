@@ -25,9 +25,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.memory.device import Arriving
-from zeor.step.extension import Extension
+from zeor.step.extension import NEWS, Extension
 from zeor.step.norms import Norms, own_norms
 from zeor.step.unit import Slot
 
@@ -37,23 +37,23 @@ log = logging.getLogger("zeor")
 class NonFinite(Extension):
     """One engine's policy."""
 
-    def __init__(self, mesh: Mesh, norms: Norms, slots: Sequence[Slot], how: str):
-        self._mesh, self._norms, self._how = mesh, norms, how
+    riding = NEWS
+
+    def __init__(self, axes: Axes, norms: Norms, slots: Sequence[Slot], how: str):
+        self._axes, self._norms, self._how = axes, norms, how
         self._slots = list(slots)
-        self.travels = mesh.world > 1  # what one rank finds is told to the others at the end of a backward
+        self.travels = axes.everyone.size > 1  # what one rank finds is told to the others at the end of a backward
         self._step = 0
         self._times = 0  # steps whose gradients were not finite
         self._arriving: tuple[int, list[Slot], bool, Arriving] | None = None
         self._found: tuple[int, Slot] | None = None  # on this rank, to be told
+        self._know()
 
-    def forbids(self, slots: Sequence[Slot]) -> bool:
-        """Called at each step with the parameters it updates. True: it must not be taken. RuntimeError, on every rank,
-        where that is what was asked for."""
+    def forbids(self, slots: list[Slot]) -> bool:
+        """Called at each step with the parameters whose gradients it uses. True: it must not be taken. RuntimeError, on
+        every rank, where that is what was asked for."""
         self._step += 1
-        if self._how == "ignore":
-            return False
-        slots = [slot for slot in slots if slot.lane.grads is not None and slot.lane.grads.has[slot.index]]
-        if not slots:
+        if self._how == "ignore" or not slots:
             return False
         if self._how == "warn":
             self._look(slots)
@@ -73,11 +73,11 @@ class NonFinite(Extension):
         """By norms, which are the same on every rank; confirmed by the largest element."""
         bad = None
         for ord in dict.fromkeys((self._norms.known_order(slots) or 2.0, math.inf)):
-            bad = _first_nonfinite(torch.stack([self._norms.of_grad(slot, ord) for slot in slots]))
+            bad = _first_nonfinite(torch.stack(self._norms.of_grads(slots, ord)))
             if bad is None:
                 return None
         # Where clipping multiplied everything by nan, the culprit is the one that was bad before.
-        culprit = _first_nonfinite(torch.stack([self._norms.raw(slot, math.inf) for slot in slots]))
+        culprit = _first_nonfinite(torch.stack(self._norms.of_grads(slots, math.inf, scaled=False)))
         assert bad is not None
         return slots[bad if culprit is None else culprit]
 
@@ -87,17 +87,24 @@ class NonFinite(Extension):
         self._pick_up()
         ord = self._norms.known_order(slots)
         if ord is not None:
-            norms, agreed = torch.stack([self._norms.raw(slot, ord) for slot in slots]), True
-        elif self._mesh.device.type == "cpu":
+            norms, agreed = torch.stack(self._norms.of_grads(slots, ord, scaled=False)), True
+        elif self._axes.device.type == "cpu":
             bad = _first_bad_here(slots)
-            if bad is not None:
+            if bad is not None and self.travels:
                 self._found = (self._step, bad)
-                self._say_if_alone()
+                self._know()
+            elif bad is not None:
+                self._warn(self._step, bad)
             return
         else:
             norms, agreed = _own_norms(slots), not self.travels
         self._arriving = (self._step, slots, agreed, Arriving(norms))
         self._pick_up()
+        self._know()
+
+    def _know(self) -> None:
+        """Whether there is anything to tell."""
+        self.tells = None if self._found or self._arriving else [0] * self.told_count
 
     def _pick_up(self) -> None:
         """What was found at an earlier step, if the host knows by now."""
@@ -113,14 +120,9 @@ class NonFinite(Extension):
         elif self._found is None:
             self._found = (step, slots[bad])
 
-    def _say_if_alone(self) -> None:
-        if not self.travels and self._found is not None:
-            self._warn(*self._found)
-            self._found = None
-
     @property
     def told_count(self) -> int:
-        return 2 if self._how == "warn" and self._mesh.world > 1 else 0  # the same for as long as ranks exchange
+        return 2 if self._how == "warn" and self.travels else 0  # the same for as long as ranks exchange
 
     def told(self) -> list[int]:
         """The first parameter this rank found, counted from the end so that the largest is the first, and the step."""
@@ -128,6 +130,7 @@ class NonFinite(Extension):
             return []
         self._pick_up()
         found, self._found = self._found, None
+        self._know()
         if found is None:
             return [0, 0]
         return [len(self._slots) - self._slots.index(found[1]), found[0]]
@@ -146,7 +149,7 @@ class NonFinite(Extension):
     def _say(self, text: str, step: int, slot: Slot) -> None:
         """On rank 0, or by whoever found it; ever more rarely: the first time, the tenth, the hundredth."""
         self._times += 1
-        if (self._mesh.rank == 0 or not self.travels) and math.log10(self._times).is_integer():
+        if (self._axes.everyone.rank == 0 or not self.travels) and math.log10(self._times).is_integer():
             log.warning(f"{text} (%d such step(s) so far).", step, slot.name, self._times)
 
 
@@ -160,7 +163,7 @@ def _own_norms(slots: Sequence[Slot]) -> Tensor:
     where it holds none."""
     grads = [(slot.lane.grads, slot.index) for slot in slots if slot.lane.grads is not None]
     wide = torch.float64 if any(each.dtype == torch.float64 for each, _ in grads) else torch.float32
-    none = torch.zeros((), device=slots[0].lane.mesh.device, dtype=wide)
+    none = torch.zeros((), device=slots[0].lane.axes.device, dtype=wide)
     rests = [bool(each.resting) for each, _ in grads]
     away = iter(own_norms([each for each, rested in zip(grads, rests) if rested], 2.0, none))
     here = iter(own_norms([each for each, rested in zip(grads, rests) if not rested], math.inf, none))
@@ -169,9 +172,9 @@ def _own_norms(slots: Sequence[Slot]) -> Tensor:
 
 def _first_bad_here(slots: Sequence[Slot]) -> Slot | None:
     """On a host: by sums, since norms of infinite order take ten times as long there."""
-    lanes = dict.fromkeys(slot.lane for slot in slots)
-    suspect = {lane for lane in lanes if not all(math.isfinite(part.sum()) for part in lane.grads.own_parts())}  # type: ignore[union-attr]
+    grads = {slot.lane: slot.lane.grads for slot in slots if slot.lane.grads is not None}
+    suspect = {lane for lane, each in grads.items() if not all(math.isfinite(part.sum()) for part in each.own_parts())}
     for slot in slots:
-        if slot.lane in suspect and not torch.isfinite(slot.lane.grads.own(slot.index)).all():  # type: ignore[union-attr]
+        if slot.lane in suspect and not torch.isfinite(grads[slot.lane].own(slot.index)).all():
             return slot
     return None

@@ -2,7 +2,7 @@
 
 Each rank computes its own part of the masters; the sum over ranks is the same number, and at equal world size the same
 bits, on every rank and at every stage. The gradient is final where it is made: see Note [Direct gradients] in
-direct.py. It is computed with the value, so that backward needs no collective of its own.
+grads.py. It is computed with the value, so that backward needs no collective of its own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from torch import Tensor, nn
 
 from zeor.access.sharded import state_of
 from zeor.comm import verbs
-from zeor.features.counts import Counts
 from zeor.features.freezing import Freezing
+from zeor.features.mean_loss import Counts
 from zeor.layout import Segment
 from zeor.step import events
 from zeor.step.backward import Backward
 from zeor.step.extension import Extension
+from zeor.step.grads import State
 from zeor.step.lane import Lane
 from zeor.step.reduces import Reducer
 from zeor.step.unit import Slot, Unit
 
 Chosen = Callable[[str], bool] | Iterable[str | nn.Parameter] | None
+_Fn = tuple[Callable[..., Tensor], bool]  # the user's function, and whether it takes names
 _TRIED_NUMEL = 16
 
 
@@ -65,24 +67,27 @@ def penalty(
     engine.announce(events.OTHER, "zeor.penalty")
     engine.unfilled.check()
     engine.feature(Freezing).settle()
-    slots = [slot for slot in _choose(engine.slots, params) if slot.trains]
+    units = engine.units
+    everything = [slot for unit in units for slot in unit.slots]
+    slots = [slot for slot in _choose(everything, params) if slot.trains]
     compute = _by_slices if not whole else _by_wholes
     wants_grad = torch.is_grad_enabled()
-    found = [each for lane, members in _lanes(engine.units, slots) for each in compute(lane, members, (fn, named))]
-    value = _total(engine.slots, found)
+    found = [each for lane, members in _lanes(units, slots) for each in compute(lane, members, (fn, named))]
+    value = _total(everything, found)
     if not wants_grad or not found:
         return value
     anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
     penalties = engine.find(Penalties)
     if penalties is None:  # the first penalty of this model
         counts = engine.feature(Counts)
-        penalties = Penalties(engine.units, engine.reducer, engine.backward, counts, engine.plan.release)
+        penalties = Penalties(units, engine.reducer, engine.backward, counts, engine.plan.release)
         engine.add_extension(penalties)
-    return _Penalty.apply(anchor, value, weakref.ref(penalties), found)  # type: ignore[no-any-return]
+    total: Tensor = _Penalty.apply(anchor, value, weakref.ref(penalties), found)
+    return total
 
 
 class Penalties(Extension):
-    """Gradients of penalties on their way into the sums: see Note [Direct gradients] in direct.py."""
+    """Gradients of penalties on their way into the sums: see Note [Direct gradients] in grads.py."""
 
     def __init__(self, units: Sequence[Unit], reducer: Reducer, backward: Backward, counts: Counts, release: bool):
         self._units, self._reducer, self.backward = units, reducer, backward
@@ -101,7 +106,7 @@ class Penalties(Extension):
                 "release=True uses gradients up before; leave one of them out."
             )
         if slot.trains and slot.lane.grads is not None:
-            slot.lane.grads.direct.collect(slot.index, grad)
+            slot.lane.grads.add_direct(slot.index, grad)
             self._reducer.new.add(slot)
 
     def end_backward(self) -> None:
@@ -109,7 +114,7 @@ class Penalties(Extension):
         counts = self._counts
         for unit in self._units:
             for lane in unit.lanes:
-                if lane.grads is not None and lane.grads.direct:
+                if lane.grads is not None and lane.grads.state is State.UNREDUCED:
                     lane.grads.fold_direct([counts.of(s) for s in unit.members(lane)] if counts.mean else None)
 
 
@@ -151,27 +156,27 @@ def _lanes(units: Sequence[Unit], slots: list[Slot]) -> Iterator[tuple[Lane, lis
                 yield lane, members
 
 
-def _by_slices(lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iterator[Found]:
+def _by_slices(lane: Lane, slots: list[Slot], fn: _Fn) -> Iterator[Found]:
     """Each rank its own slice. One that updates everything computes everybody's, with the same cuts: the same bits."""
     assert lane.master is not None and lane.grads is not None
-    mesh, layout = lane.mesh, lane.layout
+    axis, layout = lane.axes.shard, lane.layout
     for slot in slots:
-        values: list[Tensor | None] = [None] * mesh.world
+        values: list[Tensor | None] = [None] * axis.size
         grads = []
-        for rank in range(mesh.world) if lane.updates_whole else (mesh.rank,):
+        for rank in range(axis.size) if lane.updates_whole else (axis.rank,):
             for part in layout.segments(rank):
                 if part.param == slot.index:
                     shift = rank * layout.slice_numel if lane.updates_whole else 0
                     at = Segment(part.param, part.start, part.numel, part.offset + shift)
-                    leaf = torch.empty(part.numel, dtype=lane.master.dtype, device=mesh.device)
+                    leaf = torch.empty(part.numel, dtype=lane.master.dtype, device=axis.device)
                     lane.read_master(at, leaf)
                     values[rank], grad = _evaluate(slot, leaf, fn, partial(_cut, slot, part.start, part.numel))
                     grads.append(grad)
-        none = torch.empty(0, dtype=lane.master.dtype, device=mesh.device)
+        none = torch.empty(0, dtype=lane.master.dtype, device=axis.device)
         yield Found(slot, values, torch.cat([none, *grads]))
 
 
-def _by_wholes(lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iterator[Found]:
+def _by_wholes(lane: Lane, slots: list[Slot], fn: _Fn) -> Iterator[Found]:
     flat = lane.gather_master()
     for slot in slots:
         leaf = lane.part(flat, slot.index).view(slot.shape).clone()
@@ -179,7 +184,7 @@ def _by_wholes(lane: Lane, slots: list[Slot], fn: tuple[Callable, bool]) -> Iter
         yield Found(slot, [value], slot.held.cut(grad).clone() if torch.is_grad_enabled() else grad)
 
 
-def _evaluate(slot: Slot, leaf: Tensor, fn: tuple[Callable, bool], cut: Callable) -> tuple[Tensor, Tensor]:
+def _evaluate(slot: Slot, leaf: Tensor, fn: _Fn, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """fn of some elements of a parameter, and its gradient where the caller wants one."""
     wants_grad = torch.is_grad_enabled()
     call, named = fn
@@ -200,7 +205,7 @@ def _cut(slot: Slot, start: int, numel: int, full: Tensor) -> Tensor:
 def _same(slot: Slot, full: Tensor) -> Tensor:
     if tuple(full.shape) != slot.shape:
         raise ValueError(f"cut() takes a tensor of the shape of {slot.name!r}, {slot.shape}, not {tuple(full.shape)}.")
-    return full.detach().to(slot.lane.mesh.device)
+    return full.detach().to(slot.lane.axes.device)
 
 
 def _total(slots: Sequence[Slot], found: list[Found]) -> Tensor:
@@ -209,14 +214,14 @@ def _total(slots: Sequence[Slot], found: list[Found]) -> Tensor:
     masters = {each.slot.lane.master.dtype for each in found if each.slot.lane.master is not None}
     dtype = torch.float64 if torch.float64 in masters else torch.float32
     width = max((len(each.values) for each in found), default=1)
-    sums = torch.zeros(width, dtype=dtype, device=lane.mesh.device)
+    sums = torch.zeros(width, dtype=dtype, device=lane.axes.device)
     for each in found:
         for rank, value in enumerate(each.values):
             if value is not None:
                 sums[rank] += value
-    shared = width > 1 and not lane.updates_whole
-    if shared:
-        sums = verbs.gather_vector(lane.mesh, sums[lane.mesh.rank : lane.mesh.rank + 1], "sum of zeor.penalty")
+    if width > 1 and not lane.updates_whole:
+        axis = lane.axes.shard
+        sums = verbs.gather_vector(axis, sums[axis.rank : axis.rank + 1], "sum of zeor.penalty")
     return sums.view(-1).sum()
 
 
@@ -251,7 +256,7 @@ def _check_number(value: Any, name: str) -> None:
         )
 
 
-def _check_separable(fn: Callable, named: bool) -> None:
+def _check_separable(fn: Callable[..., Tensor], named: bool) -> None:
     """Tried on a few numbers, the same on every rank. What depends on the name cannot be tried without knowing it."""
     if named:
         return

@@ -15,29 +15,33 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeor.comm.agree import exchange
+from zeor.comm.axes import Axes
 from zeor.data import fingerprint
 from zeor.features.first_batch import FirstBatch
 from zeor.features.nonfinite import NonFinite
 from zeor.memory.param import when_accumulated
 from zeor.step.engine import Engine
 from zeor.step.extension import Extension
-from zeor.step.grads import GradLane
-from zeor.step.unit import Slot
+from zeor.step.norms import Norms
+from zeor.step.unit import Slot, Unit
 
 
 class PlainGrads(Extension):
-    def __init__(self, engine: Engine, first_batch: FirstBatch, nonfinite: NonFinite, given: bool | None = None):
-        self._mesh, self._units, self._slots = engine.mesh, engine.units, engine.slots
-        self._norms, self._drop = engine.norms, engine.drop_grads
-        self._first_batch, self._nonfinite = first_batch, nonfinite
-        self.given = given if self._mesh.world > 1 else False  # None: not looked for yet
+    """`drop`: takes every gradient away."""
+
+    def __init__(
+        self, axes: Axes, units: list[Unit], norms: Norms, drop: Callable[[], None],
+        first_batch: FirstBatch, nonfinite: NonFinite,
+    ):  # fmt: skip
+        self._axes, self._units, self._slots = axes, units, [slot for unit in units for slot in unit.slots]
+        self._norms, self._drop, self._first_batch, self._nonfinite = norms, drop, first_batch, nonfinite
+        self.given = None if axes.everyone.size > 1 else False  # None: not looked for yet
 
     @property
     def is_given(self) -> bool:
@@ -80,11 +84,11 @@ class PlainGrads(Extension):
         for unit in self._units:
             for lane in unit.lanes:
                 if lane.grads is not None:
-                    _cut(lane.grads, [slot.param.grad for slot in unit.members(lane)])
+                    lane.grads.replace([slot.param.grad for slot in unit.members(lane)])
 
     def _compare(self) -> None:
         prints = [0 if slot.param.grad is None else fingerprint(slot.param.grad) for slot in self._slots]
-        seen = exchange(self._mesh, prints, "comparison of the ranks' gradients")
+        seen = exchange(self._axes.everyone, prints, "comparison of the ranks' gradients")
         for number, slot in enumerate(self._slots):
             if any(rank[number] != seen[0][number] for rank in seen):
                 raise RuntimeError(
@@ -124,24 +128,3 @@ def around(params: Iterable[nn.Parameter]) -> bool:
     # By type(): asking some objects for their class runs code of theirs.
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     return any(id(param) in ours for wrapper in wrappers for param in wrapper.parameters())
-
-
-@torch.no_grad()
-def _cut(lane: GradLane, grads: Sequence[Tensor | None]) -> None:
-    lane.has = [grad is not None for grad in grads]
-    lane.scales = [None] * len(grads)
-    lane.buffer = lane.sum = None  # a buffer that stays would never be filled
-    lane.parts.clear()
-    segments = {segment.param: segment for segment in lane.layout.segments(lane.mesh.rank)}
-    for param, grad in enumerate(grads):
-        if grad is None:
-            continue
-        flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-        if lane.adopts:
-            lane.parts[param] = flat.to(lane.reduce_dtype)
-            continue
-        if lane.sum is None:
-            lane.sum = torch.zeros(lane.layout.slice_numel, dtype=lane.reduce_dtype, device=flat.device)
-        if param in segments:
-            start = segments[param].start
-            lane.own(param).copy_(flat[start : start + segments[param].numel])

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zeor.features.activations import Kept, Packed, Shelf
-from zeor.model.compiled import unwrapped
+from zeor.model.wrapped import unwrapped
 from zeor.step.extension import Extension
 from zeor.step.passes import inside_backward
 from zeor.step.unit import Unit
@@ -66,7 +66,7 @@ class Recompute(Extension):
                 vars(module)["forward"] = before
 
     @_disable_dynamo
-    def run(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._applies():
             return forward(*args, **kwargs)
         if module.training:
@@ -143,16 +143,11 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
-def check_wanted(model: nn.Module, wanted: Any) -> None:
-    """ValueError where the plan's `recompute` names what the model does not have."""
-    _named(model, wanted)
-
-
 def _chosen(units: Sequence[Unit], wanted: Any) -> list[nn.Module]:
     """Points 1 and 2 of Note [Which units are computed again]."""
     root = units[0].module
     assert root is not None
-    named = _named(root, wanted)
+    named = find_wanted(root, wanted)
     if named or wanted is False:
         return named
     modules = [unit.module for unit in units[1:] if unit.module is not None]
@@ -160,8 +155,8 @@ def _chosen(units: Sequence[Unit], wanted: Any) -> list[nn.Module]:
     return [m for m in modules if m in able and not any(inner in able for inner in m.modules() if inner is not m)]
 
 
-def _named(root: nn.Module, wanted: Any) -> list[nn.Module]:
-    """The modules that `recompute=[...]` names."""
+def find_wanted(root: nn.Module, wanted: Any) -> list[nn.Module]:
+    """The modules that `recompute=[...]` names; ValueError where it names what the model does not have."""
     found: dict[nn.Module, None] = {}
     for each in wanted if isinstance(wanted, tuple) else ():
         if each == "offload":
@@ -182,7 +177,7 @@ def _inside_checkpoint() -> bool:
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def _without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """transformers hands a cache of keys and values to every block, even in training; computed again, a block would
     add to it a second time. Its own checkpointing leaves the cache out, and so do we."""
 

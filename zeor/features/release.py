@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zeor.features.counts import Counts
+from zeor.features.mean_loss import Counts
 from zeor.memory.roles import Residency
 from zeor.step.backward import Backward
 from zeor.step.extension import Extension
+from zeor.step.grads import State
 from zeor.step.reduces import Reducer
 from zeor.step.unit import Unit
 
@@ -47,12 +48,12 @@ class Release(Extension):
         if any(waits(unit) for waits in self.waits):
             return
         lanes = [lane for lane in unit.lanes if lane.grads is not None]
-        if any(lane.column.grad is Residency.FULL and lane.mesh.world > 1 for lane in lanes):
+        if any(lane.column.grad is Residency.FULL and lane.axes.shard.size > 1 for lane in lanes):
             return
         trained = [slot for slot in unit.slots if slot.lane.grads is not None and slot.lane.grads.trains[slot.index]]
         if not unit.is_root and trained and all(slot in self._reducer.new for slot in trained):
             for slot in trained:
-                slot.lane.grads.has[slot.index] = True  # type: ignore[union-attr]
+                slot.lane.grads.mark_held(slot.index)  # type: ignore[union-attr]  # one of `trained`
             self._update(unit)
 
     def end_backward(self) -> None:
@@ -78,5 +79,5 @@ class Release(Extension):
         for update in self.updates:
             update(unit)
         for lane in unit.lanes:
-            if lane.grads is not None and not lane.grads.unreduced:
+            if lane.grads is not None and lane.grads.state is not State.UNREDUCED:
                 lane.grads.release()

@@ -16,57 +16,56 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeor.comm.agree import exchange, first_difference
-from zeor.comm.mesh import Mesh
-from zeor.step.extension import Extension
+from zeor.comm.axes import Axes
+from zeor.step.extension import COMPARED, Extension
 from zeor.step.order import NOTHING
 
 
 class Settings(Extension):
     """The settings of all optimizers of one engine."""
 
-    def __init__(self, mesh: Mesh, optimizers: list[Optimizer]):
-        self._mesh, self._optimizers = mesh, optimizers
+    riding = COMPARED
+
+    def __init__(self, axes: Axes, optimizers: list[Optimizer]):
+        self._axes, self._optimizers = axes, optimizers
         self.silent = False  # this rank only follows the others: what it has does not count
         self._differ = False
 
     @property
     def told_count(self) -> int:
-        return 2 if self._mesh.world > 1 else 0
+        return 2 if self._axes.everyone.size > 1 else 0
 
     def told(self) -> list[int]:
-        if self._mesh.world == 1:
+        if self._axes.everyone.size == 1:
             return []
-        number = NOTHING if self.silent else fingerprint(self._optimizers, self._mesh.steps)
+        number = NOTHING if self.silent else fingerprint(self._optimizers, self._axes.everyone.steps)
         return [number, number if self.silent else -number]
 
     def heard(self, largest: Sequence[int]) -> None:
-        self._differ = bool(largest) and largest[0] != -largest[1] and not self._mesh.fake
+        self._differ = bool(largest) and largest[0] != -largest[1] and not self._axes.everyone.fake
 
     def end_backward(self) -> None:
         """After `heard`, on every rank: raise where they differ."""
         if not self._differ:
             return
         self._differ = False
-        mine = None if self.silent else [str(self._mesh.steps), *describe(self._optimizers)]
-        everyone = exchange(self._mesh, mine, "comparison of the ranks' optimizer settings")
+        mine = None if self.silent else [str(self._axes.everyone.steps), *describe(self._optimizers)]
+        everyone = exchange(self._axes.everyone, mine, "comparison of the ranks' optimizer settings")
         told = [rank for rank, lines in enumerate(everyone) if lines is not None]
         odd = next((rank for rank in told if everyone[rank] != everyone[told[0]]), None)
         if odd is not None:
-            _refuse_steps(told[0], odd, everyone)
-            found = first_difference(everyone[told[0]], everyone[odd], odd, told[0])
+            first, (steps, *_), (its_steps, *_) = told[0], everyone[told[0]], everyone[odd]
+            if steps != its_steps:
+                raise RuntimeError(
+                    f"Rank {first} has called step() {steps} times and rank {odd} {its_steps} times, so their parts of "
+                    "the weights are of different steps; load the last checkpoint, and skip a step on every rank or on "
+                    "none (nonfinite='skip' does so for gradients that are not finite)."
+                )
+            found = first_difference(everyone[first], everyone[odd], odd, first)
             raise ValueError(
                 f"The ranks' optimizer settings differ: {found}; each rank updates its part of every parameter, so "
                 "set the same on all (drive a scheduler by a number that all ranks share, such as zeor.total gives)."
             )
-
-
-def _refuse_steps(first: int, other: int, everyone: Sequence[Any]) -> None:
-    if everyone[first][0] != everyone[other][0]:
-        raise RuntimeError(
-            f"Rank {first} has called step() {everyone[first][0]} times and rank {other} {everyone[other][0]} times, "
-            "so their parts of the weights are of different steps; load the last checkpoint, and skip a step on every "
-            "rank or on none (nonfinite='skip' does so for gradients that are not finite)."
-        )
 
 
 def fingerprint(optimizers: Sequence[Optimizer], steps: int = 0) -> int:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeor.comm.agree import exchange
+from zeor.comm.axes import Axis, control_axis
 from zeor.comm.launch.world import ensure_process_group
 from zeor.comm.meeting import meet
-from zeor.comm.mesh import control_mesh
 from zeor.memory.device import default_device
 from zeor.step import events
 
@@ -26,7 +26,7 @@ def total(*values: Any, mesh: Any = None) -> Any:
     zeor.join, ranks that have left count nothing."""
     mine = [_number(position, value) for position, value in enumerate(values)]
     ensure_process_group(default_device(), 600.0)
-    host = control_mesh(mesh)
+    host = control_axis(mesh)
     everyone = _everyone(host, mine)
     lengths = [len(each) for each in everyone]
     if len(set(lengths)) > 1:
@@ -35,9 +35,9 @@ def total(*values: Any, mesh: Any = None) -> Any:
     return sums[0] if len(sums) == 1 else sums
 
 
-def _everyone(host: Any, mine: list[int | float]) -> list[list[int | float]]:
+def _everyone(host: Axis, mine: list[int | float]) -> list[list[int | float]]:
     """What each rank brought; a rank that only follows brings nothing."""
-    if host.world == 1 or host.fake:
+    if host.size == 1 or host.fake:
         return [mine]
     ranks = dist.get_process_group_ranks(host.control)
     for block in events.open_joins:

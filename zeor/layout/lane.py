@@ -45,15 +45,12 @@ class LaneLayout:
     slice_numel: int
     cut: str
     numels: tuple[int, ...] = field(init=False)
+    numel: int = field(init=False)  # elements of the whole lane, gaps and padding included
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numels", tuple(math.prod(shape) for shape in self.shapes))
+        object.__setattr__(self, "numel", self.world * self.slice_numel)
         self.check()
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole lane, gaps and padding included."""
-        return self.world * self.slice_numel
 
     @property
     def padding_numel(self) -> int:

@@ -36,6 +36,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+_use_count = Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
+
 
 class Ledger:
     """Counts transient bytes by kind, and their peak, as they are allocated and freed."""
@@ -183,7 +185,7 @@ class FullBuffer:
         if torch._C._storage_Use_Count(self._key) > self._own_uses:
             return True
         with torch._C.DisableTorchFunctionSubclass():
-            return any(param._use_count() > 1 + param.requires_grad for param in self.params)  # type: ignore[attr-defined]
+            return any(_use_count(param) > 1 + param.requires_grad for param in self.params)
 
     def let_go(self) -> None:
         """Not this buffer's any more: its memory lives as long as a tensor over it does."""
@@ -199,7 +201,7 @@ class FullBuffer:
         if away:
             self._storage.resize_(self.nbytes)  # set_ grows a storage that is too small, behind the ledger's back
         made = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        made.set_(self._storage, offset, shape)  # type: ignore[call-overload]
+        made.set_(self._storage, offset, shape)  # type: ignore[call-overload]  # the stub knows three more
         if away:
             self._storage.resize_(0)
         return made

@@ -156,6 +156,17 @@ def thread_beside(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """torch computes with so many threads when called from this one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def one_device(params: Iterable[tuple[str, Tensor]]) -> torch.device:
     """The one device these parameters are on."""
     found: dict[torch.device, str] = {}
@@ -233,10 +244,6 @@ class Arriving:
 
     def is_here(self) -> bool:
         return self._event is None or self._event.query()
-
-
-def autocast_on(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type)
 
 
 def describe(device: torch.device) -> str:

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zeor.memory.view import CONVERSIONS, Held, changes_nothing, is_metadata, written
+from zeor.memory.view import CONVERSIONS, Args, Func, Held, Kwargs, changes_nothing, is_metadata, written
 
 autograd_grad: Any = torch.Tensor.grad  # where autograd accumulates; `grad` of the classes below hides it
 _data: Any = torch.Tensor.data
@@ -70,7 +69,8 @@ class ShardedParam:
 
     @property
     def requires_grad(self) -> bool:
-        return _flag.__get__(self)  # type: ignore[no-any-return]
+        flag: bool = _flag.__get__(self)
+        return flag
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
@@ -90,7 +90,7 @@ class ShardedParam:
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value is not self:
+        if value is not self:  # type: ignore[comparison-overlap]  # every class that inherits from it is a Tensor
             self._zeor_slot.set_data(value)
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Any:
@@ -108,7 +108,7 @@ class ShardedParam:
         self._zeor_slot.load(value)
         return self
 
-    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+    def register_post_accumulate_grad_hook(self, hook: Func) -> Any:
         return self._zeor_slot.after_grad(hook)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -127,7 +127,7 @@ class ShardedParam:
 class Whole(ShardedParam, nn.Parameter):
     """A parameter whose bytes are here: every operation is torch's own."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch: untyped
         alias = self.detach().requires_grad_(self.requires_grad)  # torch would print the name of this class
         return f"Parameter containing:\n{alias!r}"
 
@@ -135,12 +135,12 @@ class Whole(ShardedParam, nn.Parameter):
 class Away(ShardedParam, nn.Parameter):
     """A parameter whose bytes are not here, or not yet: metadata, and a read that brings them or refuses."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch: untyped
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<zeor: parameter {self._zeor_slot.name}, {tuple(self.shape)}, {dtype}, {self.device}, sharded>"
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if is_metadata(func) or func in _BY_METADATA:
             with _native():
@@ -151,11 +151,12 @@ class Away(ShardedParam, nn.Parameter):
         return _read_all(func, args, kwargs)
 
 
-def _detach(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    return args[0]._zeor_slot.get_data()
+def _detach(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    param: ShardedParam = args[0]
+    return param._zeor_slot.get_data()
 
 
-def _convert(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _convert(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`to`, `float`, `cuda` and kin, which model.to(...) calls on every parameter: one that changes nothing gives the
     parameter itself."""
     param = args[0]
@@ -164,7 +165,7 @@ def _convert(func: Callable, args: tuple, kwargs: dict) -> Any:
     return _read_all(func, args, kwargs)
 
 
-def _read_all(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _read_all(func: Func, args: Args, kwargs: Kwargs) -> Any:
     target = written(func, args, kwargs)
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Away):
@@ -177,7 +178,7 @@ _LIKE = [getattr(torch, f"{name}_like") for name in ("zeros", "ones", "full", "e
 _NEW = [getattr(_T, f"new_{name}") for name in ("zeros", "ones", "full", "empty", "tensor")]
 # They look at metadata, or at autograd's own books; none reads a value.
 _BY_METADATA = {torch.autograd.backward, torch.autograd.grad, _T.register_hook, _T.retain_grad, *_LIKE, *_NEW}
-_HANDLERS: dict[Any, Callable] = {
+_HANDLERS: dict[Any, Func] = {
     _T.detach: _detach,
     torch.detach: _detach,
     **{getattr(_T, name): _convert for name in CONVERSIONS},
@@ -201,7 +202,7 @@ def classes_of(kind: type) -> tuple[type, type]:
 def held_of(tensor: Tensor) -> Held | None:
     """What stands behind a sharded parameter; None for any other tensor."""
     ref = vars(tensor).get(_ATTRIBUTE)
-    return None if ref is None else ref()  # type: ignore[no-any-return]
+    return None if ref is None else ref()
 
 
 def hand_to(param: nn.Parameter, held: Held | None) -> None:
@@ -220,7 +221,8 @@ def own_dtype(tensor: Tensor) -> torch.dtype:
 
 def plain_data(param: nn.Parameter) -> Tensor:
     """torch's own `param.data`: the same memory, with a version counter of its own."""
-    return _data.__get__(param)  # type: ignore[no-any-return]
+    data: Tensor = _data.__get__(param)
+    return data
 
 
 def take_grad(param: nn.Parameter) -> Tensor | None:
@@ -232,12 +234,12 @@ def take_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def _take_grad(param: nn.Parameter) -> Tensor | None:
-    grad = autograd_grad.__get__(param)
+    grad: Tensor | None = autograd_grad.__get__(param)
     autograd_grad.__set__(param, None)
-    return grad  # type: ignore[no-any-return]
+    return grad
 
 
-def when_accumulated(param: nn.Parameter, hook: Callable) -> Any:
+def when_accumulated(param: nn.Parameter, hook: Func) -> Any:
     """Autograd's own hook, which `register_post_accumulate_grad_hook` of a sharded parameter is not."""
     with _native():
         return Tensor.register_post_accumulate_grad_hook(param, hook)
@@ -256,11 +258,17 @@ def lay(param: nn.Parameter, over: Tensor) -> None:
     _data.__set__(param, over)
 
 
-def _exchange(param: nn.Parameter, over: Tensor) -> None:
+def made_over(param: nn.Parameter, over: Tensor) -> nn.Parameter:
+    """Another parameter of the same class, with the attributes of the user's, over other memory."""
     made = nn.Parameter(over, requires_grad=param.requires_grad)
     if type(param) is not nn.Parameter:
         made.__class__ = type(param)
     vars(made).update(vars(param))
+    return made
+
+
+def _exchange(param: nn.Parameter, over: Tensor) -> None:
+    made = made_over(param, over)
     hooks = param._backward_hooks, param._post_accumulate_grad_hooks
     torch.utils.swap_tensors(param, made)
     param._backward_hooks, param._post_accumulate_grad_hooks = hooks

@@ -1,4 +1,4 @@
-"""Every byte that training keeps has a role, and a stage is a column of one table.
+"""Every byte that training keeps has a role, and a stage is a column of one table, per axis.
 
 Nothing else in zeor knows the word "stage": the engine is handed a `Column` and asks it where a
 role rests. The collective that brings a role from one residency to another is a look-up too.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 
 class Residency(Enum):
@@ -39,11 +40,25 @@ STAGES: dict[int, Column] = {
 }
 
 
+class Sizes(NamedTuple):
+    """Ranks along each axis of a lane: see Note [Axes] in comm/axes.py."""
 
-def column_of(stage: int, stays_whole: bool) -> Column:
-    """Of one lane: `stays_whole` where every rank keeps what forward reads."""
+    shard: int
+    replicate: int = 1
+
+
+class Table(NamedTuple):
+    """Where each role rests, by axis: a column for each."""
+
+    shard: Column
+    replicate: Column
+
+
+def table_of(stage: int, stays_whole: bool) -> Table:
+    """Of one lane: `stays_whole` where every rank keeps what forward reads. Ranks that hold the same slice hold all of
+    it, as at stage 0."""
     column = STAGES[stage]
-    return replace(column, compute=Residency.FULL) if stays_whole else column
+    return Table(replace(column, compute=Residency.FULL) if stays_whole else column, STAGES[0])
 
 
 # How a buffer gets from one residency to another. PARTIAL -> FULL is a reduce and a gather, never an

@@ -155,7 +155,7 @@ def error_bound(values: Tensor, format: str, signed: bool) -> Tensor:
     scale = scales.double().repeat_interleave(BLOCK_NUMEL)[: exact.numel()]
     root = _roots_of(exact.abs() / scale, roots)
     power, distance = 2**roots, (0.5 if signed else 1.0) / largest
-    bound = (root + distance) ** power - root**power
+    bound: Tensor = (root + distance) ** power - root**power
     if not signed:
         bound = torch.maximum(bound, (UNSIGNED_LEAST / largest) ** power - root**power)
     bound = bound * scale * (1 + 2.0**-20) + exact.abs() * 2.0**-20

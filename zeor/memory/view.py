@@ -20,15 +20,21 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+# A call as torch hands it to Python.
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
-class Held:
+
+class Held(Protocol):
     """What stands behind a view or a parameter. step/handle.py implements it; this class lists what they ask for."""
 
     name: str
@@ -36,72 +42,54 @@ class Held:
 
     def read(self, writes: bool = False) -> Tensor:
         """The parameter, with its full value here, or RuntimeError where that cannot be. `writes`: to be written to."""
-        raise NotImplementedError
 
     def get_data(self) -> Tensor:
         """The parameter's values as a tensor that needs no gradient."""
-        raise NotImplementedError
 
     def set_data(self, value: Tensor) -> None:
         """New values, of the parameter's own shape, dtype and device."""
-        raise NotImplementedError
 
     def load(self, value: Any) -> None:
         """Take this rank's part of a full value: a tensor that can be expanded to the shape, or a number."""
-        raise NotImplementedError
 
     def store(self, value: Tensor) -> None:
         """The same of a plain tensor of the parameter's own shape."""
-        raise NotImplementedError
 
-    def set_requires_grad(self, flag: bool) -> None:
-        raise NotImplementedError
+    def set_requires_grad(self, flag: bool) -> None: ...
 
-    def get_grad(self) -> Tensor | None:
-        raise NotImplementedError
+    def get_grad(self) -> Tensor | None: ...
 
-    def set_grad(self, value: Tensor | None) -> None:
-        raise NotImplementedError
+    def set_grad(self, value: Tensor | None) -> None: ...
 
-    def edited(self, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def edited(self, verb: str, args: Args, kwargs: Kwargs) -> None:
         """The gradient was changed in place, by this method of tensors."""
-        raise NotImplementedError
 
-    def after_grad(self, hook: Callable) -> Any:
+    def after_grad(self, hook: Func) -> Any:
         """Call `hook(parameter)` whenever a backward has brought its gradient; returns a handle to remove it."""
-        raise NotImplementedError
 
     def read_grad(self) -> Tensor:
         """The gradient's full value, or RuntimeError where it is not on this rank."""
-        raise NotImplementedError
 
     def gather_grad(self) -> Tensor:
         """The gradient's full value by a collective."""
-        raise NotImplementedError
 
     def norm(self, ord: float) -> Tensor:
         """The norm of the whole gradient: the same plain scalar on every rank."""
-        raise NotImplementedError
 
     def scale_grad(self, factor: Tensor | float) -> None:
         """Multiply the gradient; may be remembered and applied when the gradient is next used."""
-        raise NotImplementedError
 
     def zero_unreduced(self) -> bool:
         """Set a gradient to zero that waits to be reduced; False where it is an ordinary one."""
-        raise NotImplementedError
 
     def local_grad(self) -> Tensor:
         """This rank's part of the gradient, flat, to be changed in place by the caller."""
-        raise NotImplementedError
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part, flat, of any tensor of the parameter's shape."""
-        raise NotImplementedError
 
     def check_and_unscale(self, helds: Sequence[Held], found_inf: Tensor, inv_scale: Tensor) -> None:
         """GradScaler's check and unscaling for all these gradients; found_inf is agreed by all ranks."""
-        raise NotImplementedError
 
 
 class View(torch.Tensor):
@@ -137,24 +125,24 @@ class View(torch.Tensor):
         return self._held.read_grad() if self._of_grad else self._held.read().detach()
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute in torch's stub
         return self._device
 
     @property
-    def is_meta(self) -> bool:  # type: ignore[override]
+    def is_meta(self) -> bool:  # type: ignore[override]  # an attribute in torch's stub
         return self._device.type == "meta"
 
     @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
+    def is_cpu(self) -> bool:  # type: ignore[override]  # an attribute in torch's stub
         return self._device.type == "cpu"
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
+    def is_cuda(self) -> bool:  # type: ignore[override]  # an attribute in torch's stub
         return self._device.type == "cuda"
 
     # Python properties, not autograd's slots: a view is no part of any graph.
     @property
-    def grad(self) -> None:  # type: ignore[override]
+    def grad(self) -> None:
         return None
 
     @grad.setter
@@ -163,7 +151,7 @@ class View(torch.Tensor):
             raise RuntimeError(f"{self!r} is no parameter: it has no gradient of its own.")
 
     @property
-    def data(self) -> View:  # type: ignore[override]
+    def data(self) -> View:
         return self
 
     @data.setter
@@ -171,7 +159,7 @@ class View(torch.Tensor):
         if value is not self:
             self.copy_(value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch: untyped
         kind = "gradient of" if self._of_grad else "values of parameter"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<zeor view: {kind} {self._held.name}, {tuple(self.shape)}, {dtype}, {self.device}>"
@@ -189,7 +177,7 @@ class View(torch.Tensor):
         )
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None and _is_own(args):
@@ -203,7 +191,9 @@ class View(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates another signature
+        cls, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> NoReturn:
         # Only C++ code that never asked __torch_function__ gets here, with a view it cannot use.
         views = [v for v in tree_leaves((args, kwargs)) if isinstance(v, View)]
         if _inside_ddp():
@@ -215,15 +205,15 @@ class View(torch.Tensor):
 
 def _inside_ddp() -> bool:
     """A DistributedDataParallel is being made around the model."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is DistributedDataParallel.__init__.__code__:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
-def _is_own(args: tuple) -> bool:
+def _is_own(args: Args) -> bool:
     """The operation is one of the view's own: its first argument is a view, or a list of views alone."""
     first = args[0] if args else None
     if isinstance(first, (tuple, list)):
@@ -238,7 +228,7 @@ def is_metadata(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in _VALUE_PROPERTIES
 
 
-def written(func: Any, args: tuple, kwargs: dict) -> Any:
+def written(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """What an operation writes to, as far as its name tells: its first argument, or what `out=` names; or None."""
     out = kwargs.get("out")
     if out is not None:
@@ -254,7 +244,7 @@ def written(func: Any, args: tuple, kwargs: dict) -> Any:
     return first
 
 
-def _refuse_write(func: Callable, args: Any) -> NoReturn:
+def _refuse_write(func: Func, args: Any) -> NoReturn:
     view = next((v for v in tree_leaves(args) if isinstance(v, View)), None)
     raise RuntimeError(
         f"{getattr(func, '__name__', func)} would write to {view!r}, of which this rank holds a part; "
@@ -262,7 +252,7 @@ def _refuse_write(func: Callable, args: Any) -> NoReturn:
     )
 
 
-def changes_nothing(func: Callable, like: Tensor, args: tuple, kwargs: dict) -> bool:
+def changes_nothing(func: Func, like: Tensor, args: Args, kwargs: Kwargs) -> bool:
     """Whether a conversion (`to`, `float`, `cuda`, ...) gives a tensor of this dtype and device back as it is."""
     with torch._C.DisableTorchFunctionSubclass():
         tried = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -272,41 +262,45 @@ def changes_nothing(func: Callable, like: Tensor, args: tuple, kwargs: dict) -> 
 # ---- handlers: (func, args, kwargs) -> result; the first argument is a view, or a list of views
 
 
-def _identity(func: Callable, args: tuple, kwargs: dict) -> View:
-    return args[0]
+def _identity(func: Func, args: Args, kwargs: Kwargs) -> View:
+    view: View = args[0]
+    return view
 
 
-def _convert(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _convert(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`to`, `float`, `cuda` and kin: model.to(...) calls them on gradients too."""
     view = args[0]
     return view if changes_nothing(func, view, args[1:], kwargs) else func(view.value(), *args[1:], **kwargs)
 
 
-def _make_like(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+def _make_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """zeros_like and kin: a plain tensor of the full shape; no value is read. Adagrad makes its state so."""
     view, *rest = args
     kwargs = {"dtype": view.dtype, "device": view.device, **{k: v for k, v in kwargs.items() if v is not None}}
-    return func(torch.empty(view.shape, dtype=view.dtype, device="meta"), *rest, **kwargs)
+    made: Tensor = func(torch.empty(view.shape, dtype=view.dtype, device="meta"), *rest, **kwargs)
+    return made
 
 
-def _make_new(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+def _make_new(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """new_zeros and kin: only dtype and device are taken from the view."""
     view, *rest = args
-    return func(torch.empty(0, dtype=view.dtype, device=view.device), *rest, **kwargs)
+    made: Tensor = func(torch.empty(0, dtype=view.dtype, device=view.device), *rest, **kwargs)
+    return made
 
 
-def _set_requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _set_requires_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if flag:
         raise RuntimeError(f"{args[0]!r} is no part of any graph, so it cannot require a gradient.")
     return args[0]
 
 
-def _norm(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+def _norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """vector_norm(x, ord), norm(x, p) and x.norm(p) over all elements of a gradient."""
     view, *rest = args
     if not view._of_grad or kwargs.get("dim") is not None or len(rest) > 1 or kwargs.get("out") is not None:
-        return func(view.value(), *rest, **kwargs)
+        norm: Tensor = func(view.value(), *rest, **kwargs)
+        return norm
     ord = rest[0] if rest else kwargs.get("ord", kwargs.get("p", 2))
     norm = view._held.norm(2.0 if ord in ("fro", None) else float(ord))
     if kwargs.get("keepdim"):
@@ -314,15 +308,16 @@ def _norm(func: Callable, args: tuple, kwargs: dict) -> Tensor:
     return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
 
 
-def _foreach_norm(func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+def _foreach_norm(func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     views, *rest = args
     kwargs = {"ord": rest[0], **kwargs} if rest else kwargs
     return tuple(_norm(torch.linalg.vector_norm, (view,), kwargs) for view in views)
 
 
-def _scale(func: Callable, args: tuple, kwargs: dict) -> View:
+def _scale(func: Func, args: Args, kwargs: Kwargs) -> View:
     """Multiplication by one number: the clip factor, a loss scale."""
-    view, factor = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    view: View = args[0]
+    factor = args[1] if len(args) > 1 else kwargs["other"]
     if not view._of_grad:
         _refuse_write(func, args)
     if isinstance(factor, Tensor) and factor.numel() != 1:
@@ -331,16 +326,16 @@ def _scale(func: Callable, args: tuple, kwargs: dict) -> View:
     return view
 
 
-def _foreach_scale(func: Callable, args: tuple, kwargs: dict) -> None:
+def _foreach_scale(func: Func, args: Args, kwargs: Kwargs) -> None:
     views, factors = args
     for index, view in enumerate(views):
         factor = factors[index] if isinstance(factors, (list, tuple)) else factors
         _scale(torch.Tensor.mul_, (view, factor), {})
 
 
-def _in_place(func: Callable, args: tuple, kwargs: dict) -> View:
+def _in_place(func: Func, args: Args, kwargs: Kwargs) -> View:
     """Element-wise arithmetic on a gradient: done on this rank's part."""
-    view = args[0]
+    view: View = args[0]
     if not view._of_grad:
         _refuse_write(func, args)
     if func is _T.zero_ and view._held.zero_unreduced():
@@ -359,7 +354,7 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> View:
     return view
 
 
-def _set_elements(func: Callable, args: tuple, kwargs: dict) -> None:
+def _set_elements(func: Func, args: Args, kwargs: Kwargs) -> None:
     """grad[key] = value: the elements that lie in this rank's part, found by their numbers in the whole."""
     view, key, value = args
     if not view._of_grad:
@@ -378,10 +373,10 @@ def _set_elements(func: Callable, args: tuple, kwargs: dict) -> None:
     held.edited("__setitem__", ([key], value), {})  # a rank that only follows cannot repeat it
 
 
-def _foreach_in_place(name: str) -> Callable:
+def _foreach_in_place(name: str) -> Func:
     one = getattr(torch.Tensor, name)
 
-    def handler(func: Callable, args: tuple, kwargs: dict) -> None:
+    def handler(func: Func, args: Args, kwargs: Kwargs) -> None:
         views, *rest = args
         for index, view in enumerate(views):
             mine = [r[index] if isinstance(r, (list, tuple)) else r for r in rest]
@@ -390,30 +385,31 @@ def _foreach_in_place(name: str) -> Callable:
     return handler
 
 
-def _elementwise_check(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+def _elementwise_check(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """isfinite, isnan, isinf of a gradient: exact, element by element, by a gather."""
-    view = args[0]
-    return func(view._held.gather_grad() if view._of_grad else view.value())
+    view: View = args[0]
+    found: Tensor = func(view._held.gather_grad() if view._of_grad else view.value())
+    return found
 
 
-def _amp(func: Callable, args: tuple, kwargs: dict) -> None:
+def _amp(func: Func, args: Args, kwargs: Kwargs) -> None:
     views, found_inf, inv_scale = args
     views[0]._held.check_and_unscale([v._held for v in views], found_inf, inv_scale)
 
 
-def _copy(func: Callable, args: tuple, kwargs: dict) -> View:
-    view, source = args[0], args[1]
+def _copy(func: Func, args: Args, kwargs: Kwargs) -> View:
+    view: View = args[0]
     if view._of_grad:
         return _in_place(func, args, kwargs)
-    view._held.load(source)
+    view._held.load(args[1])
     return view
 
 
-def _no_hooks(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _no_hooks(func: Func, args: Args, kwargs: Kwargs) -> Any:
     raise RuntimeError(f"{args[0]!r} is no part of any graph, so a hook on it would never be called.")
 
 
-def _no_backward(func: Callable, args: tuple, kwargs: dict) -> None:
+def _no_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     raise RuntimeError(f"backward was called on {args[0]!r}, which is the result of nothing; call it on a loss.")
 
 
@@ -431,7 +427,7 @@ _METADATA = {
 }  # fmt: skip
 CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 
-_HANDLERS: dict[Any, Callable] = {
+_HANDLERS: dict[Any, Func] = {
     _T.detach: _identity,
     torch.detach: _identity,
     _T.detach_: _identity,

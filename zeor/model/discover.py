@@ -18,7 +18,7 @@ Note [How units are found]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -37,9 +37,7 @@ class UnitSpec:
     params: list[tuple[str, nn.Parameter, list[Owner]]]
 
 
-def find_units(
-    model: nn.Module, units: Sequence[nn.Module | type] | None = None, small: int = 0
-) -> list[UnitSpec]:
+def find_units(model: nn.Module, units: Sequence[nn.Module | type] | None = None, small: int = 0) -> list[UnitSpec]:
     """The root's unit first, then the others in the order of registration. Units without parameters of
     their own are left out, the root's excepted. `small`: elements of a parameter that goes to the root's."""
     names = {module: name for name, module in model.named_modules()}
@@ -83,7 +81,7 @@ def _homes(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Modul
     return home
 
 
-def _by_hand(model: nn.Module, units: Sequence[nn.Module | type], names: dict) -> list[nn.Module]:
+def _by_hand(model: nn.Module, units: Sequence[nn.Module | type], names: dict[nn.Module, str]) -> list[nn.Module]:
     chosen: list[nn.Module] = []
     for wanted in units:
         if isinstance(wanted, nn.Module):
@@ -144,8 +142,4 @@ def _by_size(module: nn.Module, blocks: set[nn.Module], total: int, chosen: list
 
 
 def numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in unique(module.parameters()))
-
-
-def unique(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list(dict.fromkeys(params))
+    return sum(param.numel() for param in module.parameters())

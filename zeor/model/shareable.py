@@ -1,18 +1,25 @@
 """What a model must not have when it is sharded, because sharding would silently change what it computes.
 
 Looks at parameters, buffers and modules before anything is changed; each refusal is one sentence with the names. What
-another library has wrapped is wrapped.py's business.
+another library has wrapped is wrapped.py's business. Layers that are added later are refused too, because no rank would
+average their gradients: torch tells of every parameter and module that is registered anywhere, and modules of sharded
+models are known here, weakly.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeor.memory.param import is_sharded
 
 
 def check_model(model: nn.Module, world: int) -> None:
@@ -88,3 +95,42 @@ def _warn_of_layouts(model: nn.Module) -> None:
             "are the same, strides are not.",
             stacklevel=5,
         )
+
+
+# ---- layers that are added later
+
+
+_known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_listening: list[Any] = []
+
+
+def watch(model: nn.Module) -> None:
+    """The model is sharded from now on."""
+    if not _listening:
+        _listening.append(torch_module.register_module_parameter_registration_hook(_parameter_added))
+        _listening.append(torch_module.register_module_module_registration_hook(_module_added))
+    for module in model.modules():
+        _known.add(module)
+
+
+def ignore(model: nn.Module) -> None:
+    """It is a plain one, for a while or for good."""
+    for module in model.modules():
+        _known.discard(module)
+
+
+def _parameter_added(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if module in _known and param is not None and not is_sharded(param):
+        _refuse(f"Parameter {name!r}", module)
+
+
+def _module_added(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if module in _known and child is not None and any(not is_sharded(param) for param in child.parameters()):
+        _refuse(f"Module {name!r}", module)
+
+
+def _refuse(what: str, module: nn.Module) -> None:
+    raise RuntimeError(
+        f"{what} was added to a {type(module).__name__} of a sharded model, so its gradients would not be averaged "
+        "over ranks; call zeor.unshard, add it, and zeor.shard again."
+    )

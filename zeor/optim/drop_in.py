@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.comm.agree import same_everywhere
+from zeor.comm.axes import Axes, make_axes
 from zeor.comm.launch.world import ensure_process_group
-from zeor.comm.mesh import Mesh, make_mesh
-from zeor.data.devices import follow
+from zeor.data.loader import follow
 from zeor.features.build import Builder
 from zeor.features.freezing import Freezing
 from zeor.features.plain_grads import watch
@@ -43,7 +43,7 @@ UNITS = 16
 def drop_in(base: type[Optimizer]) -> type[Optimizer]:
     """The sharded class of the same name for a torch optimizer class."""
 
-    def __init__(
+    def __init__(  # noqa: N807 (the class is made below)
         self: Any, params: Any, *args: Any, stage: int = 1, mesh: Any = None, nonfinite: str = "warn", **kwargs: Any
     ) -> None:
         base.__init__(self, params, *args, **kwargs)
@@ -74,10 +74,10 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
         log.info("zeor: the parameters are on the CPU; to train on %s, write model.to(%r) before %s", idle, idle, name)
     follow(device)
     ensure_process_group(device, plan.timeout)
-    the_mesh = make_mesh(mesh, device, plan.deterministic, plan.timeout)
-    _compare(the_mesh, params)
-    engine = Engine(plan, the_mesh, plain=True)
-    check_kind(optimizer, (), the_mesh, STAGES[plan.stage])
+    axes = make_axes(mesh, device, plan.deterministic, plan.timeout)
+    _compare(axes, params)
+    engine = Engine(plan, axes, plain=True)
+    check_kind(optimizer, (), axes, STAGES[plan.stage])
     builder = Builder(engine)
     _pack(builder, params)
     stepper = Stepper(engine, optimizer)
@@ -85,9 +85,9 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     return stepper
 
 
-def _compare(mesh: Mesh, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _compare(axes: Axes, params: Sequence[tuple[str, nn.Parameter]]) -> None:
     described = [f"{name}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for name, p in params]
-    same_everywhere(mesh, "optimizers", described)
+    same_everywhere(axes.everyone, "optimizers", described)
 
 
 def _pack(builder: Builder, params: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
@@ -118,7 +118,7 @@ def _enrol(ref: weakref.ref[Stepper], builder: Builder, groups: list[dict[str, A
     refuse_sharded(new)
     refuse_optimizers_in_backward(new)
     one_device([*((slot.name, slot.param) for slot in list(slots.values())[:1]), *new])
-    _compare(stepper.mesh, new)
+    _compare(stepper.axes, new)
     stepper.check_kind()
     stepper.state.drain()
     slots.update({id(slot.param): slot for slot in _pack(builder, new)})

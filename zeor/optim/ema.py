@@ -26,8 +26,7 @@ from zeor.access.sharded import Sharded, state_of
 from zeor.comm import verbs
 from zeor.features.freezing import Freezing
 from zeor.layout import Segment
-from zeor.optim.parts.pieces import Piece
-from zeor.step import events
+from zeor.optim.parts.pieces import Piece, put_piece
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
 
@@ -69,7 +68,7 @@ class EMA:
         self.updates = 0
         self._of: dict[Lane, Tensor] = {}
         self._inside = False
-        self._add(self._slots)
+        self.thawed(self._slots)
         self._engine.feature(Freezing).watch(self)
         state.averages.add(self)
 
@@ -97,12 +96,9 @@ class EMA:
                     flat.lerp_(own.to(flat.dtype), weight)
         self.updates += 1
 
+    @torch.no_grad()
     def thawed(self, slots: Sequence[Slot]) -> None:
         """These parameters begin to train: see features/freezing.py."""
-        self._add(slots)
-
-    @torch.no_grad()
-    def _add(self, slots: Sequence[Slot]) -> None:
         for lane in dict.fromkeys(slot.lane for slot in slots if slot.lane.grads is not None):
             with _own_master(lane) as own:
                 self._of[lane] = own.to(self._dtype or own.dtype, copy=True)
@@ -114,24 +110,20 @@ class EMA:
         """Inside, the model's weights are the average: evaluate, generate, or save within zeor.full_params. Training is
         refused there, and the weights come back in every bit, whatever happens. Every rank must enter."""
         self._check_outside("applied()")
-        engine = self._engine
         if self._state.shown:
             raise RuntimeError("zeor.full_params is open; enter ema.applied() first, and zeor.full_params inside it.")
-        if engine.forward.walk is not None or engine.backward.running:
-            raise RuntimeError("ema.applied() was entered inside a forward or backward of the model; enter it outside.")
-        engine.announce(events.OTHER, "ema.applied()")
         kept: dict[Lane, Tensor] = {}
-        engine.borrowed.by, self._inside = "ema.applied()", True
-        try:
-            for lane, flat in self._of.items():
-                kept[lane] = _exchange(lane, flat)
-            engine.forget_gathered()
-            yield
-        finally:
-            engine.borrowed.by, self._inside = None, False
-            for lane, values in kept.items():
-                _exchange(lane, values)
-            engine.forget_gathered()
+        with self._engine.borrowing("ema.applied()"):
+            self._inside = True
+            try:
+                for lane, flat in self._of.items():
+                    kept[lane] = _exchange(lane, flat)
+                self._engine.forget_gathered()
+                yield
+            finally:
+                self._inside = False
+                for lane, values in kept.items():
+                    _exchange(lane, values)
 
     def _check_outside(self, what: str) -> None:
         inside = self._engine.borrowed.by
@@ -179,12 +171,7 @@ class EMA:
         for piece in pieces:
             if piece.name in mine and piece.begin is not None:
                 segment, part = mine[piece.name]
-                begin = max(piece.begin, segment.start)
-                end = min(piece.begin + piece.value.numel(), segment.start + segment.numel)
-                if begin < end:
-                    part[begin - segment.start : end - segment.start] = piece.value[
-                        begin - piece.begin : end - piece.begin
-                    ]
+                put_piece(piece._replace(key=("ema",)), part, segment, {"ema": part})
         self.updates = updates
 
     def nbytes(self) -> int:
@@ -196,7 +183,7 @@ class EMA:
             raise RuntimeError("The state of an average is read outside its applied().")
         for slot in self._slots:
             if slot.lane in self._of:
-                for segment in slot.lane.layout.segments(slot.lane.mesh.rank):
+                for segment in slot.lane.layout.segments(slot.lane.axes.shard.rank):
                     if segment.param == slot.index:
                         end = segment.offset + segment.numel
                         yield slot, segment, self._of[slot.lane][segment.offset : end]
@@ -226,7 +213,7 @@ def _exchange(lane: Lane, flat: Tensor) -> Tensor:
     before = own.clone()
     own.copy_(flat)
     if lane.updates_whole:
-        verbs.gather(lane.mesh, master.values, own, "gather of averaged weights").wait()
+        verbs.gather(lane.axes.shard, master.values, own, "gather of averaged weights").wait()
     master.spill()
     lane.catch_up()
     if not lane.frees and not lane.updates_whole:

@@ -50,7 +50,7 @@ class KeptState:
         self.take_all()
         self.own_state()
 
-    def _streamed(self, param: Tensor) -> tuple[Lane, Segment, nn.Parameter] | None:
+    def streamed(self, param: Tensor) -> tuple[Lane, Segment, nn.Parameter] | None:
         """Where this rank's state of a parameter rests, if that is not the optimizer itself."""
         streaming, mine = self._streaming, self.segments.of(param)
         lane = self.segments.slots[id(param)].lane
@@ -58,21 +58,18 @@ class KeptState:
             return None
         return lane, self.segments.at(param), mine
 
-    def is_streamed(self, param: Tensor) -> bool:
-        return self._streamed(param) is not None
-
     def _params(self) -> Iterator[Tensor]:
         return (param for group in self._optimizer.param_groups for param in group["params"])
 
     def resting(self, param: Tensor) -> dict[str, Tensor]:
         """What rests of this rank's state of a parameter, by name."""
-        found = self._streamed(param)
+        found = self.streamed(param)
         return {} if found is None or self._streaming is None else self._streaming.moments.show(*found)
 
     def take_all(self) -> None:
         """What the optimizer holds of streamed lanes goes to where it rests."""
         for param in self._params():
-            found = self._streamed(param)
+            found = self.streamed(param)
             if found is not None and self._streaming is not None:
                 self._streaming.moments.take(*found)
 
@@ -109,14 +106,7 @@ class KeptState:
         }
         state = {k: v for k, v in state.items() if not isinstance(k, int) or segments.of(order[k]) is not None}
         with segments.in_groups():
-            # The stock method makes new groups; the parameters in them become the user's own again.
-            before = [group["params"] for group in optimizer.param_groups]
             type(optimizer).load_state_dict(optimizer, {**state_dict, "state": state})
-            for group, params in zip(optimizer.param_groups, before):
-                group["params"] = params
-        owner = {id(segments.of(param)): param for param in order}
-        for group in optimizer.param_groups:
-            group["params"] = [owner.get(id(param), param) for param in group["params"]]
         self.own_state()
         self.forget_moments()
         self.take_all()
@@ -160,11 +150,11 @@ class KeptState:
             if mine is not None:
                 slot = self.segments.slots[id(param)]
                 state = {**self._optimizer.state.get(mine, {}), **self.resting(param)}
-                found = self._streamed(param)
+                found = self.streamed(param)
                 reads = {} if found is None or self._streaming is None else self._streaming.moments.reads(*found)
                 yield from pieces_of(slot, mine, self.segments.at(param), state, reads)
 
-    def put(self, pieces: Iterable[Piece], adopt: bool) -> None:
+    def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:
         """State from pieces made by any number of ranks: of each, this rank takes what it keeps. `adopt`: nobody else
         holds them, so their memory may be kept."""
         params = {self.segments.slots[id(p)].name: p for p in self._params()}
@@ -178,7 +168,7 @@ class KeptState:
             mine = self.segments.of(param)
             if mine is None:
                 continue
-            found = self._streamed(param)
+            found = self.streamed(param)
             if found is not None and piece.begin is not None and len(piece.key) == 1:
                 self._put_to_rest(piece, found)
             else:
@@ -206,7 +196,7 @@ class KeptState:
             self._streaming.moments.forget()
 
 
-class Absent(dict):
+class Absent(dict[str, Any]):
     """The state of a parameter of which this rank holds nothing. Writes into it are dropped: other ranks keep it."""
 
     def __init__(self, name: str, rank: int):
@@ -229,7 +219,7 @@ class Absent(dict):
         pass
 
 
-class OwnState(defaultdict):
+class OwnState(defaultdict[Any, Any]):
     """`optimizer.state` of a sharded optimizer: see Note [Asked with a parameter]."""
 
     def __init__(self, kept: KeptState, entries: dict[Any, Any]):
@@ -242,14 +232,10 @@ class OwnState(defaultdict):
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
-    def __copy__(self) -> Any:
-        return self.plain()
-
     def copy(self) -> Any:
-        return self.plain()
-
-    def plain(self) -> defaultdict:
         return defaultdict(dict, self.items())
+
+    __copy__ = copy
 
     # ---- the user's parameters
 
@@ -264,7 +250,7 @@ class OwnState(defaultdict):
         """What this rank steps on for a parameter, or None. Whoever asks may edit: caches of the entries are void."""
         kept = self._kept
         kept.drain()
-        if kept.is_streamed(slot.param):
+        if kept.streamed(slot.param) is not None:
             raise RuntimeError(
                 f"The optimizer's state of {slot.name!r} rests outside the optimizer (offload=, moments= or delay=), "
                 "so optimizer.state cannot show or change it; edit optimizer.state_dict() and load it back, "
@@ -278,20 +264,18 @@ class OwnState(defaultdict):
         if slot is None:
             return super().__missing__(key)
         mine = self._part(slot)
-        return Absent(slot.name, slot.lane.mesh.rank) if mine is None else self[mine]
+        return Absent(slot.name, slot.lane.axes.shard.rank) if mine is None else self[mine]
+
+    def _own(self, key: Any) -> Any:
+        """What stands for a key in here: for a parameter this rank's part of it, which nothing may be."""
+        slot = self._slot(key)
+        return key if slot is None else self._part(slot)
 
     def __contains__(self, key: Any) -> bool:
-        slot = self._slot(key)
-        if slot is None:
-            return super().__contains__(key)
-        mine = self._part(slot)
-        return mine is not None and super().__contains__(mine)
+        return super().__contains__(self._own(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        slot = self._slot(key)
-        if slot is not None:
-            key = self._part(slot)
-        return super().get(key, default)
+        return super().get(self._own(key), default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         slot = self._slot(key)
@@ -320,7 +304,7 @@ class OwnState(defaultdict):
         if slot is not None:
             mine = self._part(slot)
             if mine is None or not super().__contains__(mine):
-                return Absent(slot.name, slot.lane.mesh.rank) if default is _NONE else default
+                return Absent(slot.name, slot.lane.axes.shard.rank) if default is _NONE else default
             key = mine
         return super().pop(key) if default is _NONE else super().pop(key, default)
 

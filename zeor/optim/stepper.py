@@ -12,7 +12,7 @@ import functools
 import types
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,20 @@ from torch.optim import optimizer as torch_optimizer
 
 from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
+from zeor.comm.observe import Observer, Record
 from zeor.features import settings
 from zeor.features.freezing import Freezing
 from zeor.features.nonfinite import NonFinite
 from zeor.features.release import Release
 from zeor.memory.device import trim_host_memory
+from zeor.memory.roles import STAGES
 from zeor.optim.calls import Calls
-from zeor.optim.guard import driven, watch_steps
 from zeor.optim.kernels.run import OnePass
 from zeor.optim.owners import exchange
 from zeor.optim.owners.exchange import Journey, Visit
 from zeor.optim.owners.owners import Owned, Owners
-from zeor.optim.parts.checks import check_kind, check_parameters, check_separable
+from zeor.optim.parts.checks import check_kind, check_parameters, check_separable, driven, watch_steps
 from zeor.optim.parts.methods import REPLACED, Unwritten, find_writers, own_methods
-from zeor.optim.parts.pieces import Piece
 from zeor.optim.parts.probe import Kind
 from zeor.optim.parts.segments import Segments
 from zeor.optim.state import KeptState
@@ -43,6 +43,7 @@ from zeor.optim.streaming.auto import Auto
 from zeor.optim.streaming.streaming import Streaming
 from zeor.step import events
 from zeor.step.engine import Engine
+from zeor.step.grads import State
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot, Unit
 
@@ -52,22 +53,23 @@ class Stepper:
 
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.engine, self.optimizer = engine, optimizer
-        plan, mesh, units, drain = engine.plan, engine.mesh, engine.units, engine.drain
-        self.mesh, self._plan, self._column, self._plain = mesh, plan, engine.column, engine.plain
+        plan, axes, units, drain = engine.plan, engine.axes, engine.units, engine.drain
+        self.axes, self._plan, self._column, self._plain = axes, plan, STAGES[plan.stage], engine.plain
         self._units, self._slots, self._peers, self._ledger = units, engine.slots, engine.optimizers, engine.ledger
+        self._observer = engine.observer
         self.kinds = self._check()
-        self.owners = Owners(mesh, self._column, units)
+        self.owners = Owners(axes, self._column, units)
         self._give_owners(range(len(self.kinds)))
-        self.segments = Segments(optimizer, self._slots, self.owners, mesh)
+        self.segments = Segments(optimizer, self._slots, self.owners, axes)
         self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
-        self.calls = Calls(self.segments, self.kinds, mesh.device)
-        self.one_pass = OnePass(self.segments, mesh.device, plan.kernel)
+        self.calls = Calls(self.segments, self.kinds, axes.device)
+        self.one_pass = OnePass(self.segments, axes.device, plan.kernel)
         self.streaming: Streaming | None = None
         self._auto: Auto | None = None
         if plan.streams:
-            self.streaming = Streaming(plan, mesh.device, units, self.segments, self.one_pass)
+            self.streaming = Streaming(plan, axes.device, units, self.segments, self.one_pass, self._observer)
             if plan.offload is not None and plan.offload.auto:
-                self._auto = Auto(self.streaming, plan, mesh, units, engine.places, drain)
+                self._auto = Auto(self.streaming, plan, axes, units, engine.places, drain)
             engine.add_extension(self.streaming)
         self.state = KeptState(self.segments, self.one_pass, self.streaming, drain)
         self._first = True
@@ -89,7 +91,7 @@ class Stepper:
         return kinds
 
     def check_kind(self) -> list[Kind]:
-        return check_kind(self.optimizer, self._slots, self.mesh, self._column)
+        return check_kind(self.optimizer, self._slots, self.axes, self._column)
 
     def _give_owners(self, groups: Iterable[int]) -> None:
         found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]
@@ -107,25 +109,25 @@ class Stepper:
 
     # ---- the optimizer's own methods
 
-    def _patch(self) -> Callable | None:
+    def _patch(self) -> Callable[..., Any] | None:
         """The optimizer object stays the user's: some of its methods are replaced on the instance. Returns the step
         that stood there before, a scheduler's, say."""
         optimizer, before = self.optimizer, self.optimizer.__dict__.get("step")
 
-        def step(_: Optimizer, closure: Callable | None = None) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if before is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
             return self.step(closure)
 
         if before is not None and hasattr(before, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # and for this on functions
         methods: dict[str, Callable[..., Any]] = {
             "step": step,
             "state_dict": lambda _: self.state.state_dict(),
             "load_state_dict": lambda _, state_dict: self.state.load_state_dict(state_dict),
             "add_param_group": lambda _, group: self.add_param_group(group),
         }
-        writers = find_writers(optimizer, self.mesh.device)
+        writers = find_writers(optimizer, self.axes.device)
         for name, method in own_methods(type(optimizer)).items():
             methods[name] = self._beside(f"{type(optimizer).__name__}.{name}()", method, name in writers)
         for name, method in methods.items():
@@ -147,7 +149,7 @@ class Stepper:
         if self._instance_step is not None:
             self.optimizer.__dict__["step"] = self._instance_step
 
-    def _beside(self, what: str, method: Callable, writes: bool) -> Callable[..., Any]:
+    def _beside(self, what: str, method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         """What stands for a method beside step(): see parts/methods.py. What the optimizer calls by itself while it
         steps is passed through."""
 
@@ -167,7 +169,7 @@ class Stepper:
     def _run_over_masters(self, what: str, method: Callable[[], Any]) -> Any:
         """A method that writes parameters runs over what this rank steps on, as step() does, and the new values are
         published: every rank must call it."""
-        self._check_weights(f"{what} was called")
+        self.engine.check_weights(f"{what} was called")
         if self.owners.rounds and self.owners.cut:
             raise RuntimeError(
                 f"{what} writes parameters that are updated whole, by one rank each, as this optimizer looks at "
@@ -177,22 +179,21 @@ class Stepper:
         self.engine.announce(events.OTHER, what)
         self.state.heed_new_state()
         self.state.drain()
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        slots = [self.segments.slots[id(param)] for param in params if id(param) not in self.owners.owned]
+        slots = [slot for slot in self._in_groups() if id(slot.param) not in self.owners.owned]
         lanes = list(dict.fromkeys(slot.lane for slot in slots if slot.lane.grads is not None))
-        visits = [Visit(self.owners.mesh, self._ledger, members, what) for members in self.owners.rounds]
+        visits = [Visit(self.owners.axis, self._ledger, members, what) for members in self.owners.rounds]
         for visit in visits:
             visit.start()
             visit.arrive()
         for lane in lanes:
             lane.wait()
-            lane.master.fetch()  # type: ignore[union-attr]
+            lane.master.fetch()  # type: ignore[union-attr]  # it trains, so it has one
         try:
             with self.state.shown(), self.calls.in_groups(self.calls.everything()):
                 return method()
         finally:
             for lane in lanes:
-                lane.master.spill()  # type: ignore[union-attr]
+                lane.master.spill()  # type: ignore[union-attr]  # it trains, so it has one
                 lane.catch_up()
             for visit in visits:
                 visit.send_back()
@@ -204,29 +205,19 @@ class Stepper:
 
     # ---- step
 
-    def step(self, closure: Callable | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         self.state.heed_new_state()
-        self._check_weights("step() was called")
+        self.engine.check_weights("step() was called")
         self._run_hooks("pre")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.backward.recover()
-        self._check_reduced()
-        if self._plain:
-            self.engine.heed()
-        self.engine.begin_step()
-        self.mesh.steps += 1
+        lanes = {slot.lane for slot in self.segments.slots.values()}
         profiled = torch.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.step")
-        with self.engine.announced(events.STEP, self._describe_step), torch.no_grad(), profiled:
+        with self.engine.stepping(lanes, self._describe_step, self._after_step) as order, profiled:
             if not self._forbidden():
-                self._update_all()
-            self.engine.end_step()
-            if self.streaming is not None:
-                self.streaming.step_queued()
-            if self._auto is not None:
-                self._auto.after_step()
+                self._update_all(order)
         if self._first:
             self._first = False
             trim_host_memory()
@@ -235,10 +226,11 @@ class Stepper:
         self._run_hooks("post")
         return loss
 
-    def _check_weights(self, what: str) -> None:
-        """RuntimeError where the weights have no values yet, or others stand in their place."""
-        self.engine.unfilled.check()
-        self.engine.borrowed.refuse(what)
+    def _after_step(self) -> None:
+        if self.streaming is not None:
+            self.streaming.step_queued()
+        if self._auto is not None:
+            self._auto.after_step()
 
     def _describe_step(self) -> dict[str, Any]:
         """What a rank that is out of data must know to take the same step: see features/join.py."""
@@ -258,18 +250,11 @@ class Stepper:
                     "train in bf16, which needs no scaler."
                 )
             return False  # GradScaler has looked, and the optimizer heeds it
-        slots = [self.segments.slots[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
-        held = [slot for slot in slots if slot.lane.grads is None or not slot.lane.grads.released]
-        return self.engine.feature(NonFinite).forbids(held)
+        return self.engine.feature(NonFinite).forbids(_with_gradient(self._in_groups()))
 
-    def _check_reduced(self) -> None:
-        for slot in self.segments.slots.values():
-            grads = slot.lane.grads
-            if grads is not None and grads.unreduced:
-                raise RuntimeError(
-                    "step() was called after a backward inside zeor.no_sync whose gradients are not reduced yet; "
-                    "run the last backward of each accumulation outside no_sync."
-                )
+    def _in_groups(self) -> list[Slot]:
+        """Of the parameters that its groups hold."""
+        return [self.segments.slots[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
 
     @torch.no_grad()
     def _release(self, unit: Unit) -> None:
@@ -287,9 +272,9 @@ class Stepper:
         for hook in (*everyone.values(), *own.values()):
             hook(self.optimizer, (), {})
 
-    def _update_all(self) -> None:
-        order = self.engine.step_order()
-        caught = self._catch_up()
+    def _update_all(self, order: list[Unit]) -> None:
+        lanes = dict.fromkeys((slot.unit, slot.lane) for slot in self._in_groups())
+        caught = {unit for unit, lane in lanes if lane.catch_up()}  # with delay=1: forward sees their last update now
         journeys = self._journeys()
         if not self.calls.separable:
             self._update_together(order, journeys)
@@ -309,21 +294,14 @@ class Stepper:
             members = dict.fromkeys(member.slot.unit for member in journey.members)
             self._publish([unit for unit in members if last[unit] is journey])
 
-        if journeys:
-            run = exchange.run if self._plan.overlap else exchange.run_one_by_one
-            run(journeys, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
+        for some in [journeys] if self._plan.overlap else [[journey] for journey in journeys]:  # the same bits
+            exchange.run(some, lambda journey: self.calls.call(self._by_group(journey.mine)), done)
         self.calls.count()
 
     def _publish(self, units: list[Unit]) -> None:
         for unit in units:
             self.engine.publish(unit)
         units.clear()
-
-    def _catch_up(self) -> set[Unit]:
-        """With delay=1: the units of this optimizer whose last update forward sees from now on."""
-        slots = [self.segments.slots[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
-        lanes = dict.fromkeys((slot.unit, slot.lane) for slot in slots)
-        return {unit for unit, lane in lanes if lane.catch_up()}
 
     def _update_together(self, units: list[Unit], journeys: list[Journey]) -> None:
         """An optimizer with counters of its own is called once: over segments and wholes alike."""
@@ -347,7 +325,7 @@ class Stepper:
     ) -> set[Unit]:
         """Gradients in, master out, for the segments of these units, and wholes that go with them (by group, of which
         this rank may have none); the units whose master has changed."""
-        members = {id(slot.param): slot for unit in units for slot in unit.slots if self._has_gradient(slot)}
+        members = {id(slot.param): slot for unit in units for slot in _with_gradient(unit.slots)}
         work: list[list[Tensor]] = []
         for group in self.optimizer.param_groups:
             work.append([p for p in group["params"] if id(p) in members and id(p) not in self.owners.owned])
@@ -364,16 +342,14 @@ class Stepper:
             self.streaming.update(work, streamed, bounded)
             lanes = [lane for lane in lanes if lane not in streamed]
             work = [[p for p in params if members[id(p)].lane in lanes] for params in work]
+        records = _begin_updates(self._observer, lanes) if self._observer.on else ()
         if self.one_pass.kernel is not None and self.one_pass.takes(lanes):
             self.one_pass.update(work, lanes)
         elif lanes or wholes is not None or not self.calls.separable:
             self._stock_update(work, lanes, wholes)
+        for record in reversed(records):
+            self._observer.end(record)
         return changed
-
-    @staticmethod
-    def _has_gradient(slot: Slot) -> bool:
-        grads = slot.lane.grads
-        return grads is not None and grads.has[slot.index] and not grads.released
 
     def _stock_update(
         self, work: list[list[Tensor]], lanes: list[Lane], wholes: list[list[nn.Parameter]] | None
@@ -381,7 +357,7 @@ class Stepper:
         """The optimizer's own step over segments, with the groups showing only these."""
         widened, widened_nbytes = {lane for lane in lanes if not _settle_scales(lane)}, 0
         for lane in lanes:
-            lane.master.fetch()  # type: ignore[union-attr]
+            lane.master.fetch()  # type: ignore[union-attr]  # it trains, so it has one
         given: list[list[nn.Parameter]] = [list(params) for params in wholes] if wholes else [[] for _ in work]
         for mine, params in zip(given, work):
             for param in params:
@@ -396,7 +372,7 @@ class Stepper:
             self.calls.call(given)
         finally:
             for lane in lanes:
-                lane.master.spill()  # type: ignore[union-attr]
+                lane.master.spill()  # type: ignore[union-attr]  # it trains, so it has one
             self._ledger.drop("update", widened_nbytes)
 
     # ---- owners
@@ -406,13 +382,14 @@ class Stepper:
         different lengths."""
         if not self.owners.rounds:
             return []
-        found = [[owned for owned in each if self._has_gradient(owned.slot)] for each in self.owners.rounds]
+        usable = {slot for each in self.owners.rounds for slot in _with_gradient([owned.slot for owned in each])}
+        found = [[owned for owned in each if owned.slot in usable] for each in self.owners.rounds]
         self._compare_gradients([owned.slot.name for each in found for owned in each])
         for lane in dict.fromkeys(owned.slot.lane for each in found for owned in each):
             _settle_scales(lane)
-        mesh, ledger, name = self.owners.mesh, self._ledger, type(self.optimizer).__name__
+        axis, ledger, name = self.owners.axis, self._ledger, type(self.optimizer).__name__
         return [
-            Journey(mesh, ledger, members, f"{name}: journey of {members[0].slot.name!r} and {len(members) - 1} more")
+            Journey(axis, ledger, members, f"{name}: journey of {members[0].slot.name!r} and {len(members) - 1} more")
             for members in found
             if members
         ]
@@ -420,9 +397,9 @@ class Stepper:
     def _compare_gradients(self, names: list[str]) -> None:
         number = zlib.crc32("\n".join(names).encode())
         label = "agreement on which parameters have a gradient"
-        highest, lowest = verbs.agree_max(self.owners.mesh, torch.tensor([number, -number]), label).tolist()
+        highest, lowest = verbs.agree_max(self.owners.axis, torch.tensor([number, -number]), label).tolist()
         if highest != -lowest:
-            same_everywhere(self.owners.mesh, "parameters with a gradient", names)
+            same_everywhere(self.owners.axis, "parameters with a gradient", names)
 
     def _by_group(self, members: Iterable[Owned]) -> list[list[nn.Parameter]]:
         """The wholes computed here, by the group of their parameters and in its order."""
@@ -449,26 +426,22 @@ class Stepper:
             self.segments.make(param)
         self.one_pass.check()
 
-    def moments_nbytes(self) -> int:
-        return self.state.moments_nbytes()
-
-    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        return self.state.whole()
-
     def unshard(self, whole: dict[Tensor, dict[str, Any]]) -> None:
         """The optimizer is the user's alone again, with this state."""
         self.optimizer.state = defaultdict(dict, whole)
         self.unpatch()
 
-    def pieces(self) -> Iterator[Piece]:
-        return self.state.pieces()
 
-    def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:
-        self.state.put(pieces, adopt)
+def _with_gradient(slots: Sequence[Slot]) -> list[Slot]:
+    """Those of which a step can use the gradient."""
+    lanes = {slot.lane for slot in slots}
+    usable = {lane: lane.grads for lane in lanes if lane.grads is not None and lane.grads.state is not State.RELEASED}
+    return [slot for slot in slots if slot.lane in usable and usable[slot.lane].has[slot.index]]
 
-    def clear_state(self) -> None:
-        """Every parameter begins anew."""
-        self.optimizer.state.clear()
+
+def _begin_updates(observer: Observer, lanes: Sequence[Lane]) -> list[Record]:
+    masters = [(lane.place, lane.master) for lane in lanes if lane.master is not None]
+    return [observer.begin("update", place, master.numel * master.dtype.itemsize) for place, master in masters]
 
 
 def _settle_scales(lane: Lane) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
@@ -38,11 +38,11 @@ class AsOnDevice(TorchFunctionMode):
         return result
 
 
-def _first(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))  # type: ignore[no-any-return]
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return next(value for value in (*args[:1], *kwargs.values()) if isinstance(value, Tensor))
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 (the arguments of F.scaled_dot_product_attention)
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -58,8 +58,8 @@ def _attention(
     width = query.shape[-1]
     if attn_mask is None and query.dtype in _HALF and width <= 256 and value.shape[-1] == width:
         lack = -width % 8
-        given = [F.pad(each, (0, lack)) if lack else each for each in (query, key, value)]
-        out = aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)[0]
+        given = [functional.pad(each, (0, lack)) if lack else each for each in (query, key, value)]
+        out: Tensor = aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width] if lack else out
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
@@ -68,9 +68,10 @@ def _attention(
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     keeps = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+    out = aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
     )[0]
+    return out
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -87,7 +88,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     rows = input.shape[: input.dim() - len(normalized_shape)]
-    return _RMSNorm.apply(input, weight, rows)  # type: ignore[no-any-return]
+    out: Tensor = _RMSNorm.apply(input, weight, rows)
+    return out
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
@@ -97,21 +99,22 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 _REPLACED: dict[Any, Callable[..., Tensor | None]] = {
-    F.scaled_dot_product_attention: _attention,
-    F.rms_norm: _rms_norm,
-    F.dropout: _dropout,
+    functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
+    functional.dropout: _dropout,
 }
 
 
-def inner_nbytes(func: Any, args: tuple) -> int:
+def inner_nbytes(func: Any, args: tuple[Any, ...]) -> int:
     """What a GPU's kernel takes for itself while it runs, and the meta device does not show."""
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        grad, query, key = args[0], args[1], args[2]
+        grad, query, key = args[:3]
         wide = 4 * query.numel()  # the query's gradient is summed in fp32; and one number for each row
         groups = 2 * (query.numel() - key.numel()) if key.numel() < query.numel() else 0
-        return wide + 4 * query.shape[0] * query.shape[1] * (-(-query.shape[2] // 128) * 128) + groups * grad.itemsize
+        rows = 4 * query.shape[0] * query.shape[1] * (-(-query.shape[2] // 128) * 128)
+        return int(wide + rows + groups * grad.itemsize)
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
-        return 4 * sum(each.numel() for each in args[1:4])
+        return 4 * sum(int(each.numel()) for each in args[1:4])
     if func is aten.embedding_dense_backward.default:
-        return 64 * args[1].numel()  # indices are sorted
+        return 64 * int(args[1].numel())  # indices are sorted
     return 0

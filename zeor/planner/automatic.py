@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from zeor.memory.device import DeviceMemory
-from zeor.optim.streaming.auto import DISK_SHARE, HOST_SHARE, holes_nbytes
+from zeor.optim.streaming.auto import DISK_SHARE, HOST_SHARE, Room, choose, holes_nbytes, size
 from zeor.optim.streaming.moments import moment_itemsize
 from zeor.optim.streaming.windows import WINDOWS
 from zeor.plan import Offload
@@ -26,15 +26,14 @@ from zeor.planner.rests import Array, PlannedLane, moved, rounded_nbytes
 from zeor.spec.places import crowds
 from zeor.tiers.folders import free_disk_nbytes
 from zeor.tiers.host import free_host_nbytes
-from zeor.tiers.placement import Room, choose, size
 
 
-class OverBudget(ValueError):
+class OverBudgetError(ValueError):
     """A step does not fit on the device wherever its state rests, or the state fits nowhere."""
 
 
 def place(model: Model) -> Model:
-    """With every lane's state where there is room for it. OverBudget with the numbers where there is none."""
+    """With every lane's state where there is room for it. OverBudgetError with the numbers where there is none."""
     offload = model.setting.plan.offload
     assert offload is not None
     budget, host_nbytes = _budgets(offload)
@@ -47,20 +46,20 @@ def place(model: Model) -> Model:
     try:
         chosen = choose([_need(model, lane) for lane in lanes], room, spread=model.setting.plan.release)
     except ValueError as error:
-        raise OverBudget(str(error)) from None
+        raise OverBudgetError(str(error)) from None
     tiers = dict(zip(map(id, lanes), chosen))
     placed = [[moved(lane, tiers[id(lane)]) if id(lane) in tiers else lane for lane in unit] for unit in model.lanes]
     return replace(model, lanes=placed)
 
 
 def check_peak(model: Model, peak: int) -> None:
-    """OverBudget where a step needs more of the device than the budget, with all the state that can leave away."""
+    """OverBudgetError where a step needs more of the device than the budget, with all the state that can leave away."""
     offload = model.setting.plan.offload
     assert offload is not None
     budget = _budgets(offload)[0]
     if peak > budget:
         activations = f", {size(model.trace.peak)} of it activations" if model.trace.peak else ""
-        raise OverBudget(
+        raise OverBudgetError(
             f"A step needs {size(peak)} on the device{activations}, but the budget is {size(budget)}; allow more, use "
             "release=True, zeor.Offload(auto=True, grads='host', compute='host'), a smaller batch or more ranks."
         )
@@ -70,7 +69,7 @@ def begun_nbytes(model: Model) -> int:
     """What the host holds before state is placed: every remainder, where the device would be crowded with them."""
     offload = model.setting.plan.offload
     assert offload is not None
-    lanes = [lane for lane in model.flat if lane.updates and lane.master_itemsize == 2]
+    lanes = [lane for lane in model.flat if lane.updates and lane.beside_itemsize == 2]
     numel = sum(lane.held(lane.setting.column.update) for lane in lanes)
     crowded = model.setting.native and crowds(numel, model.setting.plan.release, _budgets(offload)[0])
     return 2 * numel + LIBRARIES_NBYTES if crowded else 0
@@ -105,7 +104,7 @@ def _need(model: Model, lane: PlannedLane) -> int:
     assert lane.key.master_dtype is not None
     numel = lane.held(lane.setting.column.update)
     wide = lane.key.master_dtype.itemsize / 4 if model.setting.plan.moments == "exact" else 1
-    split = lane.master_itemsize == 2 and lane.key.master_dtype == torch.float32
+    split = lane.beside_itemsize == 2 and lane.key.master_dtype == torch.float32
     return int(numel * (_moments(model) * wide + (2 if split else 0)))
 
 
@@ -114,8 +113,8 @@ def _used_nbytes(model: Model) -> int:
     compute = [a for a in model.arrays() if a.tier == "device" and a.role in ("compute", "lagging")]
     buffered = [a for a in model.arrays() if a.role == "grad" and model.setting.column.grad_buffer]
     whole = [
-        Array("master", "device", (lane.held(lane.setting.column.update) * lane.master_itemsize,))
-        for lane in model.flat if lane.updates and lane.master_itemsize > 2 and lane.tiers.master == "device"
+        Array("master", "device", (lane.held(lane.setting.column.update) * lane.beside_itemsize,))
+        for lane in model.flat if lane.updates and lane.beside_itemsize > 2 and lane.tiers.master == "device"
     ]  # fmt: skip
     used = rounded_nbytes(compute + whole + buffered) + model.buffers_nbytes + gathered_nbytes(model)
     used += WORKSPACE_NBYTES if model.setting.native else 0

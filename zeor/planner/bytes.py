@@ -18,7 +18,7 @@ from zeor.memory.param import is_sharded
 from zeor.memory.roles import Column, Residency
 from zeor.model.discover import find_units
 from zeor.optim.streaming.moments import MOMENTS
-from zeor.plan import Plan, Precision, nearest
+from zeor.plan import Offload, Plan, Precision, nearest
 from zeor.planner import automatic
 from zeor.planner.peaks import Model, buffers_nbytes, device_peak, host_peak, transient_nbytes
 from zeor.planner.rests import PlannedLane, Setting, fullest_rank, plan_lanes
@@ -27,6 +27,8 @@ from zeor.spec.keys import small_numel
 
 _OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole")
 _OPTIONS = ("units", "native_reduce", "batch", "inputs", "loss", *_OF_PLAN)
+CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
+_ENDLESS = 1 << 60
 _ONE_PASS = ("Adam", "AdamW", "SGD")
 
 
@@ -80,7 +82,7 @@ def predict(
 
     `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=, and as given
     to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=, keep_whole=; native_reduce= (True
-    for NCCL and an accelerator; Gloo receives a whole buffer).
+    for NCCL and an accelerator; without it up to a whole buffer is received).
 
     What a step computes, for peaks with activations: batch=(sequences, tokens) for a model of tokens, or inputs=, the
     model's arguments; loss=, a function of the model and the inputs (with batch=: tokens and targets), else the
@@ -109,6 +111,20 @@ def predict(
         automatic.check_peak(known, max(found.device, found.device_peak))
         return replace(found, host_peak=max(found.host_peak, begun))
     return _prediction(known)
+
+
+def beside(model: nn.Module, device_nbytes: int, **options: Any) -> Prediction | None:
+    """What predict() says with a device of so many bytes and all the host memory that is needed; None where compute,
+    gradients and activations alone do not fit. `options` are predict's, but for offload=."""
+    budget = device_nbytes - CONTEXT_NBYTES
+    if budget <= 0:
+        return None
+    # The choice is that of offload="auto" (automatic.py), with as much host memory as it takes.
+    offload = Offload(auto=True, device_budget=budget, host_budget=_ENDLESS)
+    try:
+        return predict(model, offload=offload, **{"native_reduce": True, **options})
+    except automatic.OverBudgetError:
+        return None
 
 
 def _model(model: nn.Module, setting: Setting, options: dict[str, Any]) -> Model:

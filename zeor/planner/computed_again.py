@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from zeor.features.activations import BLOCK_NBYTES, HELD_CALLS, LEAST_NBYTES, MOST_NBYTES
+from zeor.features.activations import (
+    BLOCK_NBYTES,
+    HELD_CALLS,
+    MOST_NBYTES,
+    Kept,
+    Sent,
+    Shelved,
+    is_worth_sending,
+)
 from zeor.features.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
 from zeor.model.discover import UnitSpec
 from zeor.step.passes import inside_backward
@@ -32,8 +39,8 @@ class Again:
         self._offloads = asks_offload(wanted)
         self.sent: list[int] = []
         self._seen: dict[int, StorageWeakRef] = {}
-        self._calls: list[_AgainCall] = []
-        self._recent: deque[_AgainCall] = deque()
+        self._calls: list[Sent] = []
+        self._recent: deque[Sent] = deque()
         self._before: list[tuple[nn.Module, Any]] = []
 
     def __enter__(self) -> Again:
@@ -48,7 +55,7 @@ class Again:
             if before is not None:
                 vars(module)["forward"] = before
 
-    def _forward(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or inside_backward() or _inside_checkpoint():
             return forward(*args, **kwargs)
         if module.training:
@@ -59,94 +66,55 @@ class Again:
         return checkpoint(lambda _, *given: forward(*given, **kwargs), marker, *args, use_reentrant=False)
 
     @staticmethod
-    def _offloaded(forward: Callable, call: _AgainCall) -> Any:
+    def _offloaded(forward: Callable[..., Any], call: _AgainCall) -> Any:
         def again(_: Tensor) -> Any:
             args, kwargs = call.inputs()
             return forward(*args, **kwargs)
 
         return checkpoint(again, torch.empty(0, device="meta"), use_reentrant=False)
 
-    # ---- what is sent away
+    # ---- what is sent away: a Shelf's part for a Kept call, see activations.py
 
-    def takes(self, value: Any) -> bool:
-        if type(value) is not Tensor or not value.is_floating_point() or value.nbytes < LEAST_NBYTES:
-            return False
-        if torch.empty_like(value).stride() != value.stride() or (value.is_leaf and value.requires_grad):
-            return False
-        storage = value.untyped_storage()
-        seen = self._seen.get(storage._cdata)
-        if seen is not None and not seen.expired():
-            return False
-        self._seen[storage._cdata] = StorageWeakRef(storage)
-        return True
+    def put(self, value: Any) -> _Away | None:
+        if not is_worth_sending(value, torch.device("meta"), self._seen):
+            return None
+        self.sent.append(value.nbytes)
+        return _Away(value)
 
-    def note(self, call: _AgainCall) -> None:
+    def note(self, call: Sent) -> None:
         self._calls.append(call)
         self._recent.append(call)
         if len(self._recent) > HELD_CALLS:
-            self._recent.popleft().let_go()
+            for away in self._recent.popleft().aways:
+                away.let_go()
 
-    def before(self, call: _AgainCall) -> _AgainCall | None:
+    def before(self, call: Sent) -> Sent | None:
         place = self._calls.index(call)
         return self._calls[place - 1] if place else None
 
-    def done(self, call: _AgainCall) -> None:
-        if call in self._recent:
-            self._recent.remove(call)
 
+class _Away(Shelved):
+    """A description of a tensor, and the tensor itself while it is held."""
 
-class _Away:
     def __init__(self, value: Tensor):
-        self.held: Tensor | None = value.detach()
-        self._like, self._needs_grad = (value.shape, value.stride(), value.dtype), value.requires_grad
-
-    def start(self) -> None:
-        if self.held is None:
-            shape, stride, dtype = self._like
-            self.held = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-    def fetch(self) -> Tensor:
-        self.start()
-        here, self.held = self.held, None
-        assert here is not None
-        return here.requires_grad_(self._needs_grad)
-
-
-class _AgainCall:
-    """The arguments of one call, for its forward and for its recomputation."""
-
-    def __init__(self, again: Again, arguments: Any):
-        self._again, self._first = again, arguments
-        self._aways: list[_Away] = []
-        self._arguments = tree_map(self._send, arguments)
-        again.note(self)
-
-    def _send(self, value: Any) -> Any:
-        if not self._again.takes(value):
-            return value
-        self._again.sent.append(value.nbytes)
-        self._aways.append(_Away(value))
-        return self._aways[-1]
+        self._held = value.detach()
+        self._shape, self._stride, self._dtype = value.shape, value.stride(), value.dtype
+        self._requires_grad = value.requires_grad
 
     def let_go(self) -> None:
-        for away in self._aways:
-            away.held = None
+        self._held = None
+
+    def check(self) -> None:
+        pass
 
     def start(self) -> None:
-        for away in self._aways:
-            away.start()
+        if self._held is None:
+            self._held = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
 
-    def inputs(self) -> Any:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        self._again.done(self)
-        self.start()
-        before = self._again.before(self)
-        if before is not None:
-            before.start()
-        here = {away: away.fetch() for away in self._aways}
-        return tree_map(lambda value: here[value] if isinstance(value, _Away) else value, self._arguments)
+
+class _AgainCall(Kept):
+    def all_sent(self) -> None:
+        self._shelf.note(self)
 
 
 def shelf_nbytes(sent: Sequence[int]) -> int:

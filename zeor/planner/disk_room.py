@@ -14,31 +14,33 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from zeor.comm.agree import exchange
+from zeor.comm.axes import Axes
 from zeor.memory.roles import STAGES, Residency
 from zeor.optim.streaming.moments import moment_count, moment_itemsize
-from zeor.plan import Plan, Share
+from zeor.plan import Plan
 from zeor.spec.keys import lane_key, small_numel
-from zeor.step.engine import Engine
 from zeor.step.unit import Slot
 from zeor.tiers.folders import free_disk_nbytes
 from zeor.tiers.master import master_itemsize
+from zeor.tiers.rest import Store
 
 
-def check_disk(engine: Engine, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> None:
-    """Raises on every rank."""
-    plan, mesh = engine.plan, engine.mesh
+def check_disk(
+    plan: Plan, axes: Axes, store: Store, slots: Sequence[Slot], optimizers: Sequence[Optimizer]
+) -> None:  # fmt: skip
+    """Raises on every rank. `store`: has the folder."""
     offload = plan.offload
-    if offload is None or not offload.uses_disk or mesh.fake:
+    if offload is None or not offload.uses_disk or axes.everyone.fake:
         return
     refused, place, free = "", "", 0
     try:
-        folder = engine.places.store.folder.folder
+        folder = store.folder.folder
         place = f"{socket.gethostname()}:{os.stat(folder).st_dev}"
         free = free_disk_nbytes(folder)
     except (RuntimeError, OSError) as error:
         refused = str(error)
-    need = needed_nbytes(plan, mesh.world, slots, optimizers)
-    everyone = exchange(mesh, [refused, place, need, free], "check of the offload folder")
+    need = needed_nbytes(plan, axes.everyone.size, slots, optimizers)
+    everyone = exchange(axes.everyone, [refused, place, need, free], "check of the offload folder")
     if refused:
         raise RuntimeError(refused)
     for rank, (theirs, *_) in enumerate(everyone):
@@ -60,9 +62,8 @@ def needed_nbytes(plan: Plan, world: int, slots: Sequence[Slot], optimizers: Seq
     column = STAGES[plan.stage]
     assert plan.offload is not None
     count = max((moment_count(each) for each in optimizers), default=0)
-    compute, master, grads, moments = (
-        _on_disk(getattr(plan.offload, role)) for role in ("compute", "master", "grads", "moments")
-    )
+    roles = ("compute", "master", "grads", "moments")
+    compute, master, grads, moments = (dict(getattr(plan.offload, role)).get("disk", 0.0) for role in roles)
     total, small = 0.0, small_numel(plan, world)
     for slot in slots:
         key = lane_key(slot.param, slot.owners, plan.precision, small)
@@ -74,7 +75,3 @@ def needed_nbytes(plan: Plan, world: int, slots: Sequence[Slot], optimizers: Seq
             total += moments * updated * count * moment_itemsize(plan.moments, key.master_dtype)
             total += 0 if column.grad_buffer else grads * cut * key.reduce_dtype.itemsize
     return int(total)
-
-
-def _on_disk(share: Share) -> float:
-    return dict(share).get("disk", 0.0)

@@ -24,7 +24,7 @@ from torch import nn
 from zeor.memory.roles import Residency
 from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.streaming import IN_FLIGHT
-from zeor.planner.blocks import device_nbytes, pinned_nbytes, reused_nbytes
+from zeor.planner import rests
 from zeor.planner.computed_again import shelf_nbytes
 from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
 from zeor.planner.trace import Trace
@@ -92,7 +92,7 @@ def resting_nbytes(model: Model) -> int:
 
 def forward_nbytes(model: Model, window: int) -> int:
     """Activations; gradients that updates of units forward has not come to yet still read, see Note [Gradients until
-    they are used] in optim/streaming/pending_update.py; and windows, until it comes to the last of them."""
+    they are used] in optim/streaming/streaming.py; and windows, until it comes to the last of them."""
     plan, column = model.setting.plan, model.setting.column
     if plan.release:  # what backward updated last forward comes to first
         return window
@@ -167,7 +167,7 @@ def _grads_of_params(model: Model) -> dict[int, tuple[int, int]]:
     for number, unit in enumerate(model.units):
         for _, param, owners in unit.params:
             itemsize = lane_key(param, owners, precision).reduce_dtype.itemsize
-            found[id(param)] = (number, reused_nbytes(param.numel() * itemsize))
+            found[id(param)] = (number, rests.reused_nbytes(param.numel() * itemsize))
     return found
 
 
@@ -235,7 +235,7 @@ def update_nbytes(lanes: Sequence[PlannedLane]) -> int:
             numel = min(lane.setting.chunk, lane.held(lane.setting.column.update))
             chunked = max(chunked, numel * itemsize * (4 + decoded) if not lane.wide else 0)
         else:  # see tiers/master.py
-            fetched = lane.master_itemsize not in (0, itemsize)
+            fetched = lane.beside_itemsize not in (0, itemsize)
             widened = lane.key.reduce_dtype != lane.key.master_dtype
             by_unit[lane.unit] += lane.held(lane.setting.column.update) * itemsize * (fetched + widened)
     return max([chunked, *by_unit.values()])
@@ -283,7 +283,7 @@ def host_peak(model: Model) -> int:
 def _brought_nbytes(model: Model) -> int:
     """Compute that rests on disk is read into pinned memory, unit by unit."""
     units = [
-        sum(pinned_nbytes(lane.held(Residency.SLICE) * lane.key.compute_dtype.itemsize) for lane in unit
+        sum(rests.pinned_nbytes(lane.held(Residency.SLICE) * lane.key.compute_dtype.itemsize) for lane in unit
             if lane.frees and lane.tiers.compute == "disk")
         for unit in model.lanes
     ]  # fmt: skip
@@ -291,4 +291,4 @@ def _brought_nbytes(model: Model) -> int:
 
 
 def buffers_nbytes(module: nn.Module) -> int:
-    return sum(device_nbytes(buffer.nbytes) for buffer in module.buffers() if buffer.layout is torch.strided)
+    return sum(rests.device_nbytes(buffer.nbytes) for buffer in module.buffers() if buffer.layout is torch.strided)

@@ -2,6 +2,10 @@
 
 The same units, lane keys, layout and places as the engine's; nothing is allocated. `window` is what passes through the
 device while state that rests elsewhere is updated (optim/streaming/windows.py, optim/streaming/host.py).
+
+How allocators round is at the end. torch's caching allocator hands out multiples of 512 bytes. More than 10 MiB come in
+segments of whole 2 MiB, of which the rest is cut off only if it is more than 1 MiB. Pinned host memory that torch
+allocates comes in powers of two; what zeor maps by itself does not (tiers/host.py).
 """
 
 from __future__ import annotations
@@ -12,21 +16,22 @@ from typing import NamedTuple
 
 import torch
 
-from zeor.layout import LaneLayout, Segment
+from zeor.layout import Segment
 from zeor.memory import small
-from zeor.memory.roles import STAGES, Column, Residency
+from zeor.memory.roles import STAGES, Column, Sizes
 from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.host import AHEAD, batch_numel
 from zeor.optim.streaming.moments import moment_itemsize
 from zeor.optim.streaming.streaming import LARGE_NUMEL
 from zeor.optim.streaming.windows import _ALIGNED, WINDOWS
 from zeor.plan import Plan
-from zeor.planner.blocks import device_nbytes, pinned_nbytes
 from zeor.spec.keys import LaneKey
 from zeor.spec.lane_spec import LaneSpec, spec_units
 from zeor.spec.places import Places
 from zeor.tiers.rest import Tiers
 
+_MIB = 1 << 20
+_GRAIN, _LARGE, _SEGMENT = 512, 10 * _MIB, 2 * _MIB  # of torch's caching allocator
 _EVERY_RANK = 64  # worlds up to this size are counted rank by rank
 
 
@@ -71,29 +76,12 @@ class Array(NamedTuple):
         return sum(self.pieces)
 
 
-@dataclass(frozen=True)
-class PlannedLane:
+@dataclass(frozen=True, kw_only=True)
+class PlannedLane(LaneSpec):
     unit: int
-    spec: LaneSpec
     tiers: Tiers
     wide: bool
     setting: Setting
-
-    @property
-    def key(self) -> LaneKey:
-        return self.spec.key
-
-    @property
-    def layout(self) -> LaneLayout:
-        return self.spec.layout
-
-    @property
-    def column(self) -> Column:
-        return self.spec.column
-
-    @property
-    def frees(self) -> bool:
-        return self.spec.frees
 
     @property
     def updates(self) -> bool:
@@ -104,27 +92,24 @@ class PlannedLane:
         plan = self.setting.plan
         return self.updates and (plan.moments != "exact" or plan.delay > 0 or self.tiers.away)
 
-    def held(self, residency: Residency) -> int:
-        return self.spec.held(residency)
-
     @property
-    def master_itemsize(self) -> int:
-        """Beside compute."""
-        return self.spec.master_itemsize(self.wide)
+    def beside_itemsize(self) -> int:
+        """Of the master, beside compute."""
+        return self.master_itemsize(self.wide)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        return self.layout.whole() if self.spec.updates_whole else tuple(self.layout._segments_of(rank))
+        return self.layout.whole() if self.updates_whole else tuple(self.layout._segments_of(rank))
 
     # ---- at rest
 
     def arrays(self, rank: int) -> Iterator[Array]:
         key, column, plan = self.key, self.column, self.setting.plan
-        yield Array("compute", self.tiers.compute if self.frees else "device", (self.spec.compute_nbytes,))
+        yield Array("compute", self.tiers.compute if self.frees else "device", (self.compute_nbytes,))
         if plan.delay and self.updates:  # see Note [Delayed] in step/lane.py
             yield Array("lagging", "device", (self.held(column.update) * key.compute_dtype.itemsize,))
-        if self.master_itemsize:
+        if self.beside_itemsize:
             tier = self.tiers.master if key.trainable else "device"
-            yield Array("master", tier, (self.held(column.update) * self.master_itemsize,))
+            yield Array("master", tier, (self.held(column.update) * self.beside_itemsize,))
         if key.trainable:
             yield from self._grad()
         if self.updates:
@@ -159,8 +144,8 @@ class PlannedLane:
         key, plan = self.key, self.setting.plan
         assert key.master_dtype is not None
         found = [(self.tiers.compute if self.frees else "device", key.compute_dtype.itemsize)]
-        if self.master_itemsize:
-            found.append((self.tiers.master, self.master_itemsize))
+        if self.beside_itemsize:
+            found.append((self.tiers.master, self.beside_itemsize))
         itemsize = int(moment_itemsize(plan.moments, key.master_dtype))
         found += [(self.tiers.moments, itemsize)] * self.setting.moments
         if not self.setting.column.grad_buffer and not plan.release:
@@ -216,8 +201,8 @@ def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[P
     """By unit; and the setting with the chunk's size. With offload="auto" state is on the device: see automatic.py."""
     places = Places(setting.plan, torch.device("cpu"))
     planned = [
-        [PlannedLane(number, spec, rest.tiers, rest.wide, setting) for spec, rest in lanes]
-        for number, lanes in enumerate(spec_units(units, setting.plan, setting.world, places))
+        [PlannedLane(**vars(spec), unit=n, tiers=rest.tiers, wide=rest.wide, setting=setting) for spec, rest in lanes]
+        for n, lanes in enumerate(spec_units(units, setting.plan, Sizes(setting.world), places))
     ]
     mastered = [lane for lanes in planned for lane in lanes if lane.key.master_dtype is not None]
     setting = setting.with_chunk(sum(lane.held(setting.column.update) for lane in mastered))
@@ -226,7 +211,7 @@ def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[P
 
 def moved(lane: PlannedLane, tier: str) -> PlannedLane:
     """With its state on this tier; a master that is kept whole stays."""
-    master = tier if lane.master_itemsize == 2 else lane.tiers.master
+    master = tier if lane.beside_itemsize == 2 else lane.tiers.master
     return replace(lane, tiers=lane.tiers._replace(master=master, moments=tier))
 
 
@@ -245,3 +230,26 @@ def fullest_rank(lanes: Sequence[PlannedLane], world: int) -> int:
 def rounded_nbytes(arrays: Sequence[Array]) -> int:
     """What arrays on the device take of the allocator."""
     return sum(device_nbytes(piece) for array in arrays for piece in array.pieces)
+
+
+# ---- how allocators round
+
+
+def device_nbytes(nbytes: int) -> int:
+    """What max_memory_allocated counts for a request, where it gets a segment of its own."""
+    rounded = -(-nbytes // _GRAIN) * _GRAIN
+    if rounded < _LARGE:
+        return rounded
+    segment = -(-rounded // _SEGMENT) * _SEGMENT
+    return rounded if segment - rounded > _MIB else segment
+
+
+def reused_nbytes(nbytes: int) -> int:
+    """The most it counts where memory is handed out again: a block may be up to 1 MiB larger than what is asked for."""
+    rounded = -(-nbytes // _GRAIN) * _GRAIN
+    return rounded if rounded < _LARGE else rounded + _MIB
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """What torch's pinned memory takes for a request."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0

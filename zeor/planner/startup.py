@@ -12,35 +12,36 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.memory import device as devices
 from zeor.optim.kernels.registry import why_not
 from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.plan import Plan
 from zeor.planner.bytes import predict
-from zeor.step.engine import Engine
 from zeor.step.unit import Unit
 
 log = logging.getLogger("zeor")
 
 
-def show_start(model: nn.Module, engine: Engine, optimizers: list[Optimizer], note: str = "") -> None:
+def show_start(
+    model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimizers: list[Optimizer], note: str = ""
+) -> None:  # fmt: skip
     """`note`: what else the user should hear of where it runs."""
-    mesh, plan, units, slots = engine.mesh, engine.plan, engine.units, engine.slots
-    if mesh.rank != 0:
+    slots = [slot for unit in units for slot in unit.slots]
+    if axes.everyone.rank != 0:
         return
     make_visible()
     numel = sum(slot.param.numel() for slot in slots)
     frozen = sum(slot.param.numel() for slot in slots if slot.lane.grads is None)
-    where = f"{mesh.world} rank(s), {devices.describe(mesh.device)}, {mesh.backend}"
+    where = f"{axes.everyone.size} rank(s), {devices.describe(axes.device)}, {axes.everyone.backend}"
     log.info("stage %d on %s, torch %s%s", plan.stage, where, torch.__version__, note and f"; {note}")
     log.info(
         "%s parameters%s in %d units; compute/reduce/master %s",
         f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(units), _dtypes(units),
     )  # fmt: skip
-    log.info("per rank: %s", _bytes(model, plan, mesh, units, optimizers))
+    log.info("per rank: %s", _bytes(model, plan, axes, units, optimizers))
     for optimizer in optimizers[:1]:
-        reason, name = why_not(optimizer, mesh.device, plan.kernel), type(optimizer).__name__
+        reason, name = why_not(optimizer, axes.device, plan.kernel), type(optimizer).__name__
         log.info("%s by %s", name, f"torch's own step ({reason})" if reason else "zeor's one-pass kernel")
 
 
@@ -68,25 +69,19 @@ def _dtypes(units: list[Unit]) -> str:
     return "; ".join("/".join(str(d).removeprefix("torch.") for d in t) for t in sorted(triples, key=str))
 
 
-def _bytes(model: nn.Module, plan: Plan, mesh: Mesh, units: list[Unit], optimizers: list[Optimizer]) -> str:
+def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimizers: list[Optimizer]) -> str:
     """Predicted bytes by role, and by tier where there are several; moments only where the planner knows the
     optimizer."""
     automatic = plan.offload is not None and plan.offload.auto
+    as_planned = ("stage", "precision", "prefetch", "moments", "release", "delay", "kernel", "keep_whole")
     predicted = predict(
         model,
-        world=mesh.world,
-        stage=plan.stage,
-        precision=plan.precision,
+        world=axes.everyone.size,
         optimizer=_optimizer(optimizers),
         units=[unit.module for unit in units[1:] if unit.module is not None],
-        prefetch=plan.prefetch,
-        native_reduce=mesh.native_reduce and mesh.device.type != "cpu",
+        native_reduce=axes.everyone.native_reduce and axes.device.type != "cpu",
         offload=None if automatic else plan.offload,
-        moments=plan.moments,
-        release=plan.release,
-        delay=plan.delay,
-        kernel=plan.kernel,
-        keep_whole=plan.keep_whole,
+        **{name: getattr(plan, name) for name in as_planned},
     )
     told = _told({role: getattr(predicted, role) for role in ("compute", "grad", "master", "moments")})
     if automatic:

@@ -9,6 +9,7 @@ are kept by how many gradients had arrived. Nothing is allocated.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.planner.as_on_device import AsOnDevice, inner_nbytes
-from zeor.planner.blocks import reused_nbytes
 from zeor.planner.computed_again import Again
+from zeor.planner.rests import reused_nbytes
 from zeor.spec.keys import lane_key
 
 
@@ -139,7 +140,7 @@ def _loss_of_tokens(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor
     takes = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     if len([p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) > 1:
         return _loss_of_output(model, tokens, targets)
-    return F.cross_entropy(_logits(model(tokens)).flatten(0, 1).float(), targets.flatten())
+    return functional.cross_entropy(_logits(model(tokens)).flatten(0, 1).float(), targets.flatten())
 
 
 def _logits(output: Any) -> Tensor:
@@ -180,10 +181,11 @@ class _Counter(TorchDispatchMode):
         for standing_in, param in params.items():
             self._ignored.add(standing_in.untyped_storage()._cdata)
             if standing_in.requires_grad:
-                standing_in.register_post_accumulate_grad_hook(lambda it, own=param: self._arrived(it, own))  # type: ignore[misc]
+                arrived = functools.partial(self._arrived, param)
+                standing_in.register_post_accumulate_grad_hook(arrived)
         self._take(inputs)
 
-    def _arrived(self, standing_in: Tensor, param: nn.Parameter) -> None:
+    def _arrived(self, param: nn.Parameter, standing_in: Tensor) -> None:
         standing_in.grad = None  # the engine's now
         self._found.arrived.append(param)
         self._found.peaks.append(self.live)

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Size
+from torch import Size, nn
 
 from zeor.layout import LaneLayout, lay_out
-from zeor.memory.roles import Column, Residency, column_of
+from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.spec.keys import LaneKey, lane_key, small_numel
@@ -26,14 +26,24 @@ from zeor.tiers.rest import LaneRest
 class LaneSpec:
     key: LaneKey
     layout: LaneLayout
-    column: Column
-    world: int  # ranks that it is cut over
+    table: Table
+    sizes: Sizes
     compute_tier: str = "device"
+
+    @property
+    def column(self) -> Column:
+        """Along the ranks that it is cut over."""
+        return self.table.shard
+
+    def cut(self, role: str) -> bool:
+        """Whether some rank holds only a part of this role."""
+        rests = [getattr(column, role) for column in self.table]
+        return any(rest is Residency.SLICE and size > 1 for rest, size in zip(rests, self.sizes))
 
     @property
     def frees(self) -> bool:
         """Whole only while it is used."""
-        return self.column.compute is Residency.SLICE and (self.world > 1 or self.compute_tier != "device")
+        return self.cut("compute") or (self.column.compute is Residency.SLICE and self.compute_tier != "device")
 
     @property
     def updates_whole(self) -> bool:
@@ -43,12 +53,12 @@ class LaneSpec:
     @property
     def publishes(self) -> bool:
         """Its update leaves the other ranks' full parameters stale until slices are gathered."""
-        return not self.frees and self.key.trainable and not self.updates_whole and self.world > 1
+        return not self.frees and self.key.trainable and self.cut("update")
 
     @property
     def adopts(self) -> bool:
         """Gradients are kept as autograd made them: see Note [Adopted gradients] in grads.py."""
-        return self.world == 1 and not self.column.grad_buffer
+        return self.sizes.shard == 1 and not self.column.grad_buffer
 
     def held(self, residency: Residency) -> int:
         """Elements on one rank."""
@@ -67,24 +77,24 @@ class LaneSpec:
         return master_itemsize(self.key.master_dtype, self.key.compute_dtype)
 
 
-def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, world: int, rest: LaneRest | None = None) -> LaneSpec:
+def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, rest: LaneRest | None = None) -> LaneSpec:
     """`rest`: where it rests; None: on the device."""
     tier = "device" if rest is None else rest.tiers.compute
-    return LaneSpec(key, lay_out(shapes, world), column_of(plan.stage, key.stays_whole), world, tier)
+    return LaneSpec(key, lay_out(shapes, sizes.shard), table_of(plan.stage, key.stays_whole), sizes, tier)
 
 
 def spec_units(
-    units: Sequence[UnitSpec], plan: Plan, world: int, places: Places
+    units: Sequence[UnitSpec], plan: Plan, sizes: Sizes, places: Places
 ) -> list[list[tuple[LaneSpec, LaneRest]]]:
     """The lanes of each unit as the engine will make them, with the places they are given."""
-    small, found = small_numel(plan, world), []
+    small, found = small_numel(plan, sizes.shard), []
     for unit in units:
-        by_key: dict[LaneKey, list] = defaultdict(list)
+        by_key: dict[LaneKey, list[nn.Parameter]] = defaultdict(list)
         for _, param, owners in unit.params:
             by_key[lane_key(param, owners, plan.precision, small)].append(param)
         lanes = []
         for key, params in by_key.items():
             rest = places.of_lane(unit.name, key, params)
-            lanes.append((lane_spec(key, [param.shape for param in params], plan, world, rest), rest))
+            lanes.append((lane_spec(key, [param.shape for param in params], plan, sizes, rest), rest))
         found.append(lanes)
     return found

@@ -1,4 +1,4 @@
-"""Places: which tier each role of each lane rests on, as the plan says; tiers/placement.py chooses for "auto".
+"""Places: which tier each role of each lane rests on, as the plan says; streaming/auto.py chooses for "auto".
 
 Fractions are kept by whole lanes, one after another as lanes are made: each goes to the tier that is furthest behind
 its share, so that tiers alternate along the model and neither a forward nor a link waits for long. The same on every

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from zeor.step.passes import Borrowed, Passes, inside_backward
 from zeor.step.reduces import Reducer
 from zeor.step.residency import BACKWARD_END, BACKWARD_EXIT
 from zeor.step.schedule import Action
+from zeor.step.settling import Told
 from zeor.step.unit import Slot, Unit
 
 
@@ -39,9 +40,9 @@ class Backward:
         self._borrowed, self._plain = borrowed, plain
         self.sync = True  # False inside no_sync
         self.walk: Walk | None = None
-        self._end: weakref.ref | None = None  # the callback autograd holds while a backward runs
+        self._end: weakref.ref[Callable[[], None]] | None = None  # the callback autograd holds while a backward runs
         self._sync = True  # the one that runs reduces
-        self._ranks = passes.mesh.world  # that computed when gradients were last summed
+        self._ranks = passes.axes.everyone.size  # that computed when gradients were last summed
         self.extend(())
         self._demanded: list[Unit] = []  # by autograd itself, in this backward: see Note [What autograd saves]
         self._left: set[int] = set()  # units that this backward has put away
@@ -68,6 +69,8 @@ class Backward:
             return
         walk.entered.append(unit.index)
         passes.do(passes.schedule.at(sched.BACKWARD_ENTER, unit.index) or (Action("wait", unit.index),), walk)
+        if passes.observer.on:
+            passes.observer.enter("backward", unit.place)
 
     def demand(self, unit: Unit) -> None:
         """Autograd, or a hook, reads a parameter of a unit that is away: see Note [What autograd saves] in saved.py.
@@ -95,6 +98,7 @@ class Backward:
             return
         self._borrowed.refuse("backward() was called")
         self.recover()
+        self._passes.observer.look()
         for check in self._checks:
             check()
         said: dict[str, Any] = {}
@@ -126,22 +130,20 @@ class Backward:
         left, playing = bool(announcer.left), announcer.playing
         order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.residents.last))
         keep_skipped = orders.BACKWARD not in passes.orders.learned and not playing
-        self.walk = Walk(passes.gathers, order, keep_skipped, self._reducer.told_count if sync else 0)
-        if left and not playing and (sync or passes.gathers.frees):
-            self.walk.before_ask = functools.partial(announcer.announce, events.AGREEMENT)
+        announces = left and not playing and (sync or passes.gathers.frees)
+        before_ask = functools.partial(announcer.announce, events.AGREEMENT) if announces else None
+        told_count = self._reducer.told_count if sync else 0
+        self.walk = Walk(passes.gathers, order, keep_skipped, told_count, before_ask)
         # A rank that plays does not keep step with those that compute: nothing may be waited for.
         self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, self._factor())
         self._norms.forget_all()
-        self._begin_grads()
-        for begun in self._begun:
-            begun()
-
-    def _begin_grads(self) -> None:
-        """What the user still has is added to, the rest is forgotten."""
-        for unit in self._passes.units:
+        for unit in passes.units:  # what the user still has is added to, the rest is forgotten
             for lane in unit.lanes:
                 if lane.grads is not None:
-                    lane.grads.begin([slot.param.grad is not None for slot in unit.slots if slot.lane is lane])
+                    plain = [slot.param.grad is not None for slot in unit.members(lane)] if self._plain else None
+                    lane.grads.begin(plain)
+        for begun in self._begun:
+            begun()
 
     def _factor(self) -> float:
         """By what new gradients are multiplied as ranks add them up. What no_sync has summed before is brought in line
@@ -155,8 +157,8 @@ class Backward:
         ranks = self._announcer.active
         if ranks != self._ranks:
             for grads in (lane.grads for unit in self._passes.units for lane in unit.lanes):
-                if grads is not None and grads.partial is not None:
-                    grads.partial.mul_(ranks / self._ranks)
+                if grads is not None:
+                    grads.rescale_unreduced(ranks / self._ranks)
             self._ranks = ranks
         return 1.0 / ranks
 
@@ -188,11 +190,31 @@ class Backward:
         """Those that compute come to an exchange of a backward that is being played: at its end, or where one of them
         needs another round."""
         assert self.walk is not None
-        told = self.walk.agree(self._reducer.told() if self._sync else ())
-        if told is not None:
-            self._close(told)
+        told = self._told()
+        heard = self.walk.agree(self._passes.settling.tells(told) if told is not None else ())
+        if heard is not None:
+            self._close(*self._hear(told, heard))
         else:
             self.walk.pass_by_all()
+
+    def _told(self) -> Told | None:
+        """What this rank tells at the end of a backward that reduces. The last one may still be to be looked at."""
+        if not self._sync:
+            return None
+        late = self._passes.settling.look_back()
+        if late is not None:
+            self._reducer.hear_late(late)
+        return self._reducer.told()
+
+    def _hear(self, told: Told | None, numbers: list[int]) -> tuple[Told | None, bool]:
+        """The answer, and whether what differs in it is heard later."""
+        if told is None:
+            return None, False
+        settling = self._passes.settling
+        heard = settling.heard(told, numbers, self._reducer.has_all)
+        if self._announcer.block is not None:
+            settling.unsettle()  # ranks that only follow tell other numbers
+        return heard
 
     @torch.no_grad()
     def collect(self, slot: Slot) -> None:
@@ -205,10 +227,10 @@ class Backward:
         if self._plain:
             for saw in self._saw:
                 saw(grad)
-        grads.collect(slot.index, grad.detach(), self.sync)
+        complete = grads.collect(slot.index, grad.detach(), self.sync)
         self._reducer.new.add(slot)
         unit = slot.unit
-        if grads.complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
+        if complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):
             unit.endless_calls = 0
             if self.sync:
                 self._ready(unit)
@@ -222,6 +244,8 @@ class Backward:
     @torch.no_grad()
     def exit(self, unit: Unit) -> None:
         """The gradients of a call's inputs are there."""
+        if self._passes.observer.on:
+            self._passes.observer.leave("backward", unit.place)
         if self.sync and any(lane.grads is not None and any(lane.grads.pending) for lane in unit.lanes):
             self._ready(unit)
         self._leave(unit)
@@ -234,14 +258,23 @@ class Backward:
     @torch.no_grad()
     def end(self) -> None:
         assert self.walk is not None
-        self._close(self.walk.finish(self._reducer.told() if self._sync else ()))
+        if self._passes.observer.on:
+            self._passes.observer.close("backward")
+        settling, told = self._passes.settling, self._told()
+        if settling.settled and (told is None or (not self._reducer.needs_answer() and settling.foretell(told))):
+            self.walk.pass_by_all()
+            if told is None and self._passes.gathers.frees:
+                settling.note_pass(orders.BACKWARD)
+            self._close(told, foretold=True)
+        else:
+            self._close(*self._hear(told, self.walk.finish(() if told is None else settling.tells(told))))
 
-    def _close(self, told: list[int]) -> None:
-        """Nobody gathers any more; `told` is the largest of what each rank told."""
+    def _close(self, told: Told | None, foretold: bool = False) -> None:
+        """Nobody gathers any more; `told` is the largest of what each rank told, None where nothing is reduced."""
         walk, self.walk = self.walk, None
         self._end = None
         assert walk is not None
-        passes, reducer, sync = self._passes, self._reducer, self._sync
+        passes, reducer = self._passes, self._reducer
         passes.residents.last = None
         self._demanded = []
         for unit in passes.units:
@@ -249,16 +282,18 @@ class Backward:
             if unit.present:
                 passes.free(unit, BACKWARD_END)
         passes.ledger.sweep()
-        if sync:
-            reducer.end(told)
+        if told is not None:
+            reducer.end(told, foretold)
         else:
             reducer.end_unreduced()
         for there in self._there:
             there()
-        if sync:
+        if told is not None:
             self._learn(walk)
             for ended in self._ends:
                 ended()
+        if passes.observer.on:
+            passes.observer.count()
         if not self._announcer.playing:  # the ranks that compute announce what the user's hooks do
             for slot in reducer.had:
                 slot.grad_is_there()
@@ -276,7 +311,8 @@ class Backward:
         """Before anything new: if the last backward raised, forget it. See Note [After an exception]."""
         if self.walk is None or self.running:
             return
-        if self._announcer.block is not None and not self._passes.mesh.stuck:
+        self._passes.observer.close("backward")
+        if self._announcer.block is not None and not self._passes.axes.everyone.stuck:
             # Nobody may wait for this rank: see Note [Joining] in join.py.
             with torch.no_grad():
                 self._pass_by_all()

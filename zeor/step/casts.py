@@ -34,7 +34,7 @@ class Casts:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, PackedSequence):  # a tuple that keeps its lengths on the host
-            value = value if self._device.type == "cpu" else value.to(self._device)  # type: ignore[arg-type]
+            value = value if self._device.type == "cpu" else value.to(self._device)  # type: ignore[arg-type]  # torch's stub
             return value if self._dtype is None else value.to(self._dtype)
         if isinstance(value, tuple):
             items = [self.cast(item) for item in value]

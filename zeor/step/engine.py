@@ -1,6 +1,6 @@
 """The engine: carries out the schedule for one sharded model.
 
-It owns the units and what they share (mesh, ledger, norms), and gives each part the few objects it needs. Hooks tell
+It owns the units and what they share (axes, ledger, norms), and gives each part the few objects it needs. Hooks tell
 its passes (forward.py, backward.py) what the user's loop just did; they look the event up in the schedule and do the
 actions. Features hang on it as extensions (extension.py). Optimizers are told apart in optim/; hooks live in hooks.py.
 
@@ -22,18 +22,18 @@ gradients of a failed backward are gone, and those it would have been added to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.memory.buffers import Ledger
 from zeor.memory.param import classes_of, take_grad
 from zeor.memory.roles import STAGES
@@ -47,13 +47,15 @@ from zeor.step.backward import Backward
 from zeor.step.events import Announcer
 from zeor.step.extension import Extension, overriding
 from zeor.step.forward import Forward
+from zeor.step.grads import State
 from zeor.step.handed_out import HandedOut
+from zeor.step.handle import Services
 from zeor.step.lane import Lane
 from zeor.step.lent import Lent
 from zeor.step.norms import Norms
 from zeor.step.passes import Borrowed, Passes
 from zeor.step.reduces import Reducer
-from zeor.step.schedule import Action, Schedule
+from zeor.step.schedule import FINISHED_REDUCE, STEP, Schedule
 from zeor.step.stray import StrayReads
 from zeor.step.unfilled import Unfilled
 from zeor.step.unit import Slot, Unit, gather_values
@@ -63,26 +65,31 @@ _OWN = 3  # extensions that the core itself adds
 
 
 class Engine:
-    def __init__(self, plan: Plan, mesh: Mesh, plain: bool = False):
-        self.plan, self.mesh = plan, mesh
+    def __init__(self, plan: Plan, axes: Axes, plain: bool = False):
+        self.plan, self.axes, self.observer = plan, axes, axes.everyone.observer
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
         self.column = STAGES[plan.stage]
         self.ledger = Ledger()
-        self.places = Places(plan, mesh.device)
-        self.announcer = Announcer(mesh, _number(mesh))
+        self.observer.live = self.ledger.live
+        self.places = Places(plan, axes.device)
+        self.announcer = Announcer(axes, _number(axes))
         self.handed_out = HandedOut()
-        self.norms = Norms(mesh, self.announcer, self.handed_out)
+        self.norms = Norms(axes, self.announcer, self.handed_out)
         self.unfilled = Unfilled()  # what was on the meta device and has no values yet
         self.borrowed = Borrowed()
         self.units: list[Unit] = []
         self.slots: list[Slot] = []
+        self.services = Services(
+            axes, plain, self.slots, self.announcer, self.norms, self.handed_out, self.unfilled, self.borrowed
+        )  # fmt: skip
         self.optimizers: list[Optimizer] = []
         self.extensions: list[Extension] = []
-        self.trace: list[Action] | None = None
 
     # ---- building
 
-    def add_unit(self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable) -> Unit:
+    def add_unit(
+        self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable[[Slot], LaneKey]
+    ) -> Unit:  # fmt: skip
         """Pack parameters into lanes by key, and lay the user's objects over them."""
         unit = Unit(len(self.units), name, module, slots)
         unit.is_root = unit.index == 0 and not self.plain
@@ -91,6 +98,7 @@ class Engine:
             by_key[key(slot)].append(slot)
         for lane_key_, members in by_key.items():
             unit.lanes.append(self._make_lane(unit, lane_key_, members, [slot.param for slot in members]))
+        unit.place_lanes()
         unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
         self.units.append(unit)
         self.slots.extend(slots)
@@ -100,8 +108,8 @@ class Engine:
         """A lane of these parameters with rank 0's values, and the user's objects over it."""
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
         rest = self.places.of_lane(name, key, values)
-        spec = lane_spec(key, [value.shape for value in values], self.plan, self.mesh.world, rest)
-        lane = Lane(spec, values, self.mesh, self.ledger, rest)
+        spec = lane_spec(key, [value.shape for value in values], self.plan, self.axes.sizes, rest)
+        lane = Lane(spec, values, self.axes, self.ledger, rest)
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
@@ -121,22 +129,20 @@ class Engine:
     def ready(self) -> None:
         """All units are there: plan the step."""
         self.norms.watch(self.slots)
-        self.reducer = Reducer(self.mesh, self.units, self.plan.overlap, self.record)
-        self.passes = Passes(
-            self.plan, self.mesh, self.units, self.ledger, self.record, self.reducer.under_way
-        )  # fmt: skip
+        self.reducer = Reducer(self.axes, self.units, self.plan.overlap, self._put_away)
+        self.passes = Passes(self.plan, self.axes, self.units, self.ledger, self.reducer.under_way)
         self.backward = Backward(
             self.passes, self.reducer, self.norms, self.announcer, self.borrowed, self.plain
         )  # fmt: skip
         self.forward = Forward(self.passes, self.announcer, self.backward.recover)
-        self.stray = StrayReads(self.passes, self.backward)
+        self.services.stray = StrayReads(self.passes, self.backward)
         self.lent = Lent(self.units)
         self.ledger.reset_peak()
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         """These features, in this order, and no others, after what the core adds itself."""
         self.extensions = [self.unfilled, self.handed_out, self.lent, *extensions]  # the first: see _OWN
-        for part in (self.forward, self.backward, self.reducer):
+        for part in (self.forward, self.backward, self.reducer, self.services):
             part.extend(self.extensions)
         self._heeds, self._step_ends = overriding(self.extensions, "heed"), overriding(self.extensions, "end_step")
         self._features = {type(each): each for each in self.extensions}
@@ -164,12 +170,29 @@ class Engine:
     def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
         self.announcer.announce(event, detail, meets)
 
-    def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
-        return self.announcer.announced(event, detail)
+    def play(self, event: str, detail: Any) -> bool:
+        """Take part in what another rank announced, without computing: see Note [Joining] in join.py. False: it is
+        nothing that the engine does by itself."""
+        if event in (events.TRAIN, events.EVAL):
+            self.forward.play(event == events.TRAIN, "")
+        elif event == events.ENTRY:
+            self.forward.play(detail["train"], detail["entry"])
+        elif event == events.AGREEMENT:
+            self.backward.play_agreement()
+        elif event in (events.BACKWARD, events.BACKWARD_KEPT):
+            self.backward.play(event == events.BACKWARD, detail)
+        elif event == events.NORM:
+            self.norms.compute([self.slots[i] for i in detail["slots"]], detail["ord"])
+        elif event == events.GRADS:
+            self.slots[detail].lane.gather_grads()
+        else:
+            return False
+        return True
 
-    def record(self, verb: str, unit: int) -> None:
-        if self.trace is not None:
-            self.trace.append(Action(verb, unit))
+    def recover(self) -> None:
+        """If the last forward or backward raised, forget it: see Note [After an exception]."""
+        self.forward.recover()
+        self.backward.recover()
 
     # ---- gradients
 
@@ -177,6 +200,10 @@ class Engine:
         """Gradients are about to be used: what the user did to them past zeor is looked at."""
         for heed in self._heeds:
             heed()
+
+    def _put_away(self, unit: Unit) -> None:
+        """A unit's sum is there, and where it is not used up by now it goes where it rests."""
+        self.passes.do(self.schedule.at(FINISHED_REDUCE, unit.index))
 
     def drop_grads(self) -> None:
         """Every gradient was set to None."""
@@ -195,32 +222,58 @@ class Engine:
 
     def publish(self, unit: Unit) -> None:
         """A unit's master was updated: its compute follows, here at once, elsewhere by a gather."""
-        self.record("update", unit.index)
-        trained = [(number, lane) for number, lane in enumerate(unit.lanes) if lane.grads is not None]
-        if unit.publishes:
-            self.record("publish", unit.index)
-        for number, lane in trained:
+        trained = [lane for lane in unit.lanes if lane.grads is not None]
+        for lane in trained:
             lane.changed()  # a graph made before this step is stale
-            if lane.publishes:
-                lane.start_gather(f"publishing of unit {unit.name!r}, lane {number}")
-                if not self.plan.overlap:
-                    lane.wait()
+        self.passes.do([action for action in self.schedule.at(STEP, unit.index) if action.verb == "publish"])
+        for lane in trained:
             lane.leave_under_way()
 
-    def begin_step(self) -> None:
+    def check_weights(self, what: str) -> None:
+        """RuntimeError where the weights have no values yet, or others stand in their place."""
+        self.unfilled.check()
+        self.borrowed.refuse(what)
+
+    @contextlib.contextmanager
+    def stepping(
+        self, lanes: Iterable[Lane], describe: Callable[[], dict[str, Any]], then: Callable[[], None]
+    ) -> Iterator[list[Unit]]:
+        """Around one step of an optimizer over these lanes, which `describe` tells to ranks that only follow. Yields
+        the order in which units are updated; `then` is called when what the step left behind is put in order."""
+        self.backward.recover()
+        if any(lane.grads is not None and lane.grads.state is State.UNREDUCED for lane in lanes):
+            raise RuntimeError(
+                "step() was called after a backward inside zeor.no_sync whose gradients are not reduced yet; "
+                "run the last backward of each accumulation outside no_sync."
+            )
+        if self.plain:
+            self.heed()
+        self._begin_step()
+        self.axes.everyone.steps += 1
+        with self.announcer.announced(events.STEP, describe), torch.no_grad():
+            yield self.step_order()
+            self._end_step()
+            then()
+
+    def _begin_step(self) -> None:
         """Before anything is updated: the user's writes to gradients and parameters are known to both, and who looks at
         parameters is known."""
+        self.observer.look()
+        if self.observer.on:
+            self.observer.leave("step")  # one that raised
+            self.observer.enter("step")
         self.handed_out.heed()
         for unit in self.units:
             for lane in unit.lanes:
                 lane.keep_writes()
-                if self.mesh.world > 1 or self.plan.streams:
+                if self.axes.everyone.size > 1 or self.plan.streams:
                     lane.look()
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         for end in self._step_ends:
             end()
-        self.places.store.leaving.let_go()
+        if self.places.store.leaving.held:
+            self.places.store.leaving.let_go()
         self.passes.end_step()
         if not self.backward.running and self.forward.walk is None:
             for unit in self.units:
@@ -228,6 +281,24 @@ class Engine:
                     unit.free()
             self.lent.refill()
         self.ledger.sweep()
+        self.observer.step = self.axes.everyone.steps
+        if self.observer.on:
+            self.observer.close()
+            self.observer.count()
+            self.observer.look()  # so many steps may be enough
+
+    @contextlib.contextmanager
+    def borrowing(self, by: str) -> Iterator[None]:
+        """Other values stand in the weights' place, which the caller puts there; every rank comes here together."""
+        if self.forward.walk is not None or self.backward.running:
+            raise RuntimeError(f"{by} was entered inside a forward or backward of the model; enter it outside.")
+        self.announce(events.OTHER, by)
+        self.borrowed.by = by
+        try:
+            yield
+        finally:
+            self.borrowed.by = None
+            self.forget_gathered()
 
     def forget_gathered(self) -> None:
         """Slices were changed beside a step: what is gathered of them is stale."""
@@ -265,7 +336,7 @@ class Engine:
     def _divide(self, unit: Unit, lane: Lane) -> None:
         """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
         members = unit.members(lane)
-        values, small = gather_values(lane, members), small_numel(self.plan, self.mesh.world)
+        values, small = gather_values(lane, members), small_numel(self.plan, self.axes.shard.size)
         lane.retire()
         by_key: dict[LaneKey, list[Slot]] = {}
         for slot in members:
@@ -277,6 +348,7 @@ class Engine:
         ]  # fmt: skip
         place = unit.lanes.index(lane)
         unit.lanes[place : place + 1] = made
+        unit.place_lanes()
 
     # ---- bytes
 
@@ -293,12 +365,12 @@ class Engine:
 _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # engines over the ranks of a group
 
 
-def _number(mesh: Mesh) -> int:
+def _number(axes: Axes) -> int:
     """The same on every rank for the same model: ranks make their engines over a mesh in one order."""
-    if mesh.control is None:
+    if axes.everyone.control is None:
         return 0
-    _made[mesh.control] = _made.get(mesh.control, 0) + 1
-    return _made[mesh.control]
+    _made[axes.everyone.control] = _made.get(axes.everyone.control, 0) + 1
+    return _made[axes.everyone.control]
 
 
 def _ask(engine: weakref.ref[Engine], unit: weakref.ref[Unit]) -> None:

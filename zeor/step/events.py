@@ -7,10 +7,10 @@ engine and its parts name their events here and know nothing else of joining.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
-from zeor.comm.meeting import meet
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
+from zeor.comm.meeting import begin_meeting, meet
 from zeor.memory.view import Held
 
 TRAIN, EVAL, ENTRY = "train", "eval", "entry"
@@ -40,7 +40,7 @@ NEEDS_NO_DETAIL = (TRAIN, EVAL, AGREEMENT)
 DROP, SCALE = "drop", "scale"
 
 
-class OpenJoin:
+class OpenJoin(Protocol):
     """An open `zeor.join`, as the parts of an engine see it; join.py implements it."""
 
     ranks: list[int]  # that take part, in the default process group
@@ -50,21 +50,16 @@ class OpenJoin:
     @property
     def active(self) -> int:
         """How many ranks still compute."""
-        raise NotImplementedError
 
-    def announce(self, by: Announcer, event: str, detail: Any = None) -> list[Any]:
-        raise NotImplementedError
+    def announce(self, by: Announcer, event: str, detail: Any = None) -> list[Any]: ...
 
     def event(self, by: Announcer, event: str, detail: Any) -> AbstractContextManager[None]:
         """An event that is played as a whole: what is announced inside it is part of it."""
-        raise NotImplementedError
 
-    def note_edit(self, held: Held, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note_edit(self, held: Held, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """This rank's code changed a gradient."""
-        raise NotImplementedError
 
-    def tell_total(self, numbers: list[int | float]) -> list[Any]:
-        raise NotImplementedError
+    def tell_total(self, numbers: list[int | float]) -> list[Any]: ...
 
 
 open_joins: list[OpenJoin] = []
@@ -73,8 +68,8 @@ open_joins: list[OpenJoin] = []
 class Announcer:
     """Speaks for one engine."""
 
-    def __init__(self, mesh: Mesh, number: int):
-        self._mesh, self._number = mesh, number  # number: the same on every rank for the same model
+    def __init__(self, axes: Axes, number: int):
+        self._axes, self._number = axes, number  # number: the same on every rank for the same model
         self.block: OpenJoin | None = None  # inside zeor.join
 
     @property
@@ -90,21 +85,22 @@ class Announcer:
     @property
     def active(self) -> int:
         """How many ranks compute."""
-        return self._mesh.world if self.block is None else self.block.active
+        return self._axes.everyone.size if self.block is None else self.block.active
 
     def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
         """Before anything that all ranks must do together. `meets`: it has collectives, and ranks have not met for it
         yet; see Note [Meeting] in comm/meeting.py."""
         if self.block is not None:
             self.block.announce(self, event, detail)
-        elif open_joins and self._mesh.world > 1:
+        elif open_joins and self._axes.everyone.size > 1:
             raise RuntimeError(
                 f"This model comes to {SAID[event]} inside a zeor.join that knows only of other models, so a rank that "
                 "is out of data could not follow; name all of them: zeor.join([model, other])."
             )
         elif meets:
             what = detail if event == OTHER and isinstance(detail, str) else SAID[event]
-            meet(self._mesh, what, self._number)
+            begin = begin_meeting if event == BACKWARD else meet  # gradients are computed before the first is sent
+            begin(self._axes.everyone, what, self._number)
 
     def announced(self, event: str, detail: Any = None) -> AbstractContextManager[None]:
         """The same for an event that is played as a whole, with all that is inside it."""
@@ -113,7 +109,7 @@ class Announcer:
         self.announce(event)
         return nullcontext()
 
-    def edited(self, held: Held, verb: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+    def edited(self, held: Held, verb: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """The user changed a gradient: ranks that only follow must hear of it."""
         if self.block is not None and not self.block.playing:
             self.block.note_edit(held, verb, args, kwargs or {})

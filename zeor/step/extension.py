@@ -2,11 +2,16 @@
 
 The core of a step knows no feature. It calls the methods below at fixed moments, of all extensions in the order the API
 lists them; each does nothing unless the feature overrides it. Numbers that ranks must agree on once per backward travel
-with the exchange that ends it, so that agreeing costs no message of its own.
+with the exchange that ends it, so that agreeing costs no message of its own. Where paths are settled nobody waits for
+that exchange (Note [Settled paths] in settling.py), so a feature says what its numbers are for (`riding`):
+
+    NOW         the answer is needed at once, and is the same in most steps
+    COMPARED    a number and its negative, which must be equal on all ranks; a difference is heard one step late
+    NEWS        zeros in most steps; heard one step late
 
     forward     meets, begin_forward, saw_input
-    backward    check_backward, says, begin_backward, grads_begun, factor, unit_reduced, told, heard, grads_there,
-                end_backward
+    backward    check_backward, says, begin_backward, grads_begun, factor, unit_reduced, told, needs_answer, heard,
+                grads_there, end_backward
     step        end_step
     the user    heed, edited, froze, pause, resume
     an error    abandon
@@ -15,9 +20,11 @@ with the exchange that ends it, so that agreeing costs no message of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from zeor.step.unit import Slot, Unit
+
+NOW, COMPARED, NEWS = "now", "compared", "news"
 
 
 class Extension:
@@ -55,10 +62,17 @@ class Extension:
     def unit_reduced(self, unit: Unit) -> None:
         """A unit's sum is there, in mid-backward or at its end."""
 
+    riding: ClassVar[str] = NOW  # what the numbers are for that a feature tells
+    tells: list[int] | None = None  # these numbers, where they are known without asking; else `told` is asked for them
+
     @property
     def told_count(self) -> int:
         """How many numbers `told` has; the same on every rank."""
         return 0
+
+    def needs_answer(self) -> bool:
+        """Whether this rank must hear before it goes on, whatever its numbers are."""
+        return False
 
     def told(self) -> list[int]:
         """Numbers of this rank, for the exchange that ends a backward."""

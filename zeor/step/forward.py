@@ -62,10 +62,15 @@ class Forward:
         passes.used.add(unit.index)
         unit.check_places()
         passes.do(self._schedule.at(sched.FORWARD_ENTER, unit.index) or (Action("wait", unit.index),), walk)
+        if passes.observer.on:
+            passes.observer.enter("forward", unit.place)
 
     def _begin(self, train: bool, entry: str) -> None:
         self.recover()
         self._recover_backward()
+        self._passes.observer.look()
+        if self._passes.observer.on:
+            self._passes.observer.count()
         self._announce(train, entry)
         for begin in self._begins:
             begin(train, False)
@@ -94,26 +99,27 @@ class Forward:
 
     def exit(self, unit: Unit) -> None:
         passes = self._passes
+        if passes.observer.on:
+            passes.observer.leave("forward", unit.place)
         if unit in passes.residents.open:
             passes.residents.open.remove(unit)
-        passes.do(self._schedule.at(sched.FORWARD_EXIT, unit.index) or self._unplanned_exit(unit), None)
+        if self._schedule.expects(sched.FORWARD_EXIT, unit.index):
+            passes.do(self._schedule.at(sched.FORWARD_EXIT, unit.index))
+        else:
+            passes.free(unit)  # it is in no order yet
         if unit.is_root:
             self._end()
         elif self.walk is None and not passes.residents.open:
             passes.free_lone()
-
-    def _unplanned_exit(self, unit: Unit) -> tuple[Action, ...]:
-        """Of a unit that is in no order yet. The schedule's own list may be empty: a unit that stays."""
-        planned = unit.index == 0 or unit.index in self._schedule.forward
-        return () if planned else (Action("free", unit.index),)
 
     def _end(self) -> None:
         walk, passes = self.walk, self._passes
         passes.forward_walk = None
         if walk is None:
             return
-        passes.diverged |= passes.gathers.end_forward(walk, self._kind, self._announcer.playing)
-        if self._kind not in passes.orders.learned:
+        learned = self._kind in passes.orders.learned
+        passes.diverged |= passes.gathers.end_forward(walk, self._kind, learned, self._announcer.playing)
+        if not learned:
             # Where nothing is gathered an evaluation has no order to agree on, and one rank may run it alone.
             if self._train or passes.gathers.frees:
                 passes.learn({self._kind: walk.entered})
@@ -131,7 +137,8 @@ class Forward:
         """The model's forward is not running; if it seems so, it raised. See Note [After an exception]."""
         if self.walk is not None:
             explain_dtypes(sys.exc_info()[1], self._passes.plan.precision.compute)
-        if self.walk is not None and not self._passes.mesh.stuck:  # else what is under way never arrives
+            self._passes.observer.close("forward")
+        if self.walk is not None and not self._passes.axes.everyone.stuck:  # else what is under way never arrives
             if self._announcer.block is not None:
                 self._end()  # nobody may wait for this rank: see Note [Joining] in join.py
             self._passes.forward_walk = None

@@ -1,253 +1,445 @@
 """The gradient of one lane, from autograd's hands to the sum that the optimizer uses.
 
     autograd -> buffer (PARTIAL, full size) --reduce--> new part (SLICE) --add--> sum (SLICE, or FULL)
+                Arrival                     Reduction                             Sum
 
-Every backward outside no_sync reduces only its new gradient and adds it to the running sum; inside
-no_sync the new gradient stays PARTIAL, summed in fp32. That one rule is what makes the stages equal
-in bits. A factor by which the user multiplied (a clip factor, a loss scale) is remembered in `scales`
-and applied in fp32 when the gradient is used. This module knows one lane; the engine orders lanes.
-Where a gradient waits: in the buffer, or put aside while the buffer is sent; then in the sum (running_sum.py), which
-may rest on another tier (resting.py); what needs no reduce waits in direct.py.
+Every backward outside no_sync reduces only its new gradient and adds it to the running sum; inside no_sync the new
+gradient stays PARTIAL, summed in fp32. That one rule is what makes the stages equal in bits. `GradLane` is what others
+talk to; where a new gradient waits is decided in its `collect`. Each field is written by its own class and by nobody
+else: tests/step/test_grads.py checks it.
 
 Note [Adopted gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-In a world of one there is nothing to send, so nothing needs to lie side by side: where no full-size buffer
-is kept, the tensors autograd made are adopted as they are, and `parts` holds them in place of `sum`.
+In a world of one there is nothing to send, so nothing needs to lie side by side: where no full-size buffer is kept, the
+tensors autograd made are adopted as they are, and the sum is held by parameter in place of one tensor.
+
+Note [Direct gradients]
+~~~~~~~~~~~~~~~~~~~~~~~
+What is computed on a slice (a penalty's gradient) is final where it is made: it is neither reduced nor divided by the
+world. It waits beside the sum until the backward that reduces is over, and is added then, in one order whatever was
+reduced when. Where the sum is one over items that carries 1 / count as a remembered factor (mean_loss.py) it is added
+`count` times, and taken off before the factor changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from zeor.comm import verbs
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
+from zeor.comm.observe import Place
 from zeor.layout import Segment
 from zeor.memory.buffers import Ledger, lasting
 from zeor.memory.roles import MOVES, Residency
 from zeor.spec.lane_spec import LaneSpec
-from zeor.step.direct import Direct
 from zeor.step.resting import WHOLE, RestingGrads
-from zeor.step.running_sum import RunningSum, wide
 from zeor.tiers.master import Pending
 from zeor.tiers.rest import LaneRest, Rest
 
 
-class GradLane(RunningSum):
-    def __init__(self, spec: LaneSpec, mesh: Mesh, ledger: Ledger, rest: LaneRest):
-        self.layout, self.column, self.mesh = spec.layout, spec.column, mesh
-        self.reduce_dtype, self._ledger = spec.key.reduce_dtype, ledger
-        layout, column = spec.layout, spec.column
-        count = len(layout.shapes)
-        self.buffer: Tensor | None = None  # where new gradients arrive; PARTIAL
-        self.partial: Tensor | None = None  # what no_sync has summed so far; PARTIAL, fp32
-        self.adopts = spec.adopts  # see Note [Adopted gradients]
-        away = rest.tiers.grads != "device" and not column.grad_buffer
-        super().__init__(mesh, count, RestingGrads(rest) if away else None)
-        self._aside: dict[int, Tensor] = {}  # new parts by parameter that came while the buffer was being sent
-        self.direct = Direct()  # what needs no reduce
+class State(Enum):
+    """How far a lane's gradients are. A sum that is there stays SUMMED while the next backward's part is on its way,
+    but where it lies in the kept buffer, which that part fills."""
+
+    EMPTY = "empty"
+    ARRIVING = "arriving"  # some came from autograd; there is no sum yet
+    IN_FLIGHT = "in flight"  # they are being reduced; there is no sum yet
+    UNREDUCED = "unreduced"  # part is not in the sum and waits: of a backward inside no_sync, or direct gradients
+    SUMMED = "summed"  # the sum is on the device
+    RESTING = "resting"  # the sum is on another tier
+    RELEASED = "released"  # used up inside backward; to the user it is there until it is set to None
+
+
+USABLE = (State.SUMMED, State.RESTING)
+
+
+class Arrival:
+    """What came from autograd and is not reduced yet. PARTIAL, full size."""
+
+    def __init__(self, spec: LaneSpec, axes: Axes, ledger: Ledger):
+        count = len(spec.layout.shapes)
+        self._layout, self._dtype, self._device, self._ledger = spec.layout, spec.key.reduce_dtype, axes.device, ledger
+        self._gaps = list(spec.layout.gaps())
+        self._stays = spec.column.grad_buffer
+        self._lends = not self._stays and axes.shard.size > 1  # else it stays, or becomes the sum itself
+        self.buffer: Tensor | None = None  # where new gradients arrive
+        self.partial: Tensor | None = None  # what no_sync has summed so far; fp32 or wider
+        self.aside: dict[int, Tensor] = {}  # by parameter, what came while the buffer was being sent
         self.arrived = [False] * count  # came from autograd in this backward
         self.pending = [False] * count  # came, and is not reduced yet
         self.expects = [True] * count  # it trains on this rank: see freezing.py
         self.trains = [True] * count  # it trains, as all ranks agree
-        self.reader: Pending | None = None  # an update under way that reads the sum
-        self._stale: set[int] = set()  # parameters to be zero in the sum once nobody reads it
-        self.released = False  # used up inside backward: see release.py
-        self._move: verbs.Move | None = None
-        self._received: Tensor
-        self._spread: verbs.Move | None = None  # the gather of a sum that rests FULL
-        self._kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
-        whole = column.grad is Residency.FULL
-        self._where = {s.param: s for s in (layout.whole() if whole else layout.segments(mesh.rank))}
-        self._own = {s.param: s for s in layout.segments(mesh.rank)}
-        if column.grad_buffer:
-            self._open_buffer()
+        self.missing = count  # how many are expected in this backward and did not come yet
+        if self._stays:
+            self.open_buffer()
 
-    # ---- at rest
+    def begin(self) -> None:
+        self.arrived[:] = [False] * len(self.arrived)
+        self.missing = sum(self.expects)
 
-    def put_away(self) -> None:
-        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another."""
-        if self.resting is None or self.resting or self.released or self.unreduced or self._move is not None:
-            return
-        held = dict(self._parts) if self.adopts else {} if self._sum is None else {WHOLE: self._sum}
-        if held:
-            own = {param: self.own(param) for param in (self._parts if self.adopts else self._own)}
-            self.resting.put(held, own, self.layout)
-            self._sum, self._parts = None, {}
+    def expect(self, param: int, flag: bool) -> None:
+        self.expects[param] = flag
+        self.missing = sum(expected and not came for expected, came in zip(self.expects, self.arrived))
 
-    # ---- arrival
+    def agree(self, param: int, trains: bool) -> None:
+        self.trains[param] = trains
 
-    def begin(self, kept: list[bool]) -> None:
-        """A backward starts. `kept[i]`: the user still has parameter i's gradient, so add to it."""
-        self.arrived = [False] * len(self.arrived)
-        self.settle_reader(wait=self.column.grad_buffer or any(kept))  # what is kept will be added to
-        for param, keep in enumerate(kept):
-            if self.has[param] and (self.released or not keep):
-                self.drop(param)
-        self.released = False
-        self.apply_scales()
+    def open_buffer(self) -> None:
+        if self.buffer is None:
+            size = self._layout.numel, self._dtype, self._device
+            self.buffer = self._ledger.take("grad", *size) if self._lends else lasting(*size)
+            for begin, end in self._gaps:
+                self.buffer[begin:end].zero_()
 
-    def settle_reader(self, wait: bool = True) -> None:
-        """Before the sum is written: whoever reads it -> the writer."""
-        if self.reader is not None and (wait or self._stale):
-            self.reader.hold()
-        self.reader = None
-        stale, self._stale = self._stale, set()
-        for param in stale:
-            if self.adopts:
-                self.parts.pop(param, None)
-            elif param in self._where and self.sum is not None:
-                self.local(param).zero_()
+    def open_partial(self) -> None:
+        if self.partial is None:
+            self.partial = self._ledger.take("partial", self._layout.numel, wide(self._dtype), self._device).zero_()
 
-    def collect(self, param: int, grad: Tensor, sync: bool) -> None:
-        """Take one parameter's new gradient from autograd."""
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        if not sync and self.partial is None:
-            self.partial = self._allocate(wide(self.reduce_dtype), "partial").zero_()
-        if self.adopts and self.partial is None:
-            self._adopt(param, grad)
-            return
-        if self.partial is None and self._in_use:
-            self._put_aside(param, grad.to(self.reduce_dtype).reshape(-1))
-            return
-        into = self._open_buffer() if self.partial is None else self.partial
-        target = self._range(into, param).view(grad.shape)
+    def take(self, param: int, grad: Tensor) -> None:
+        """Into what no_sync sums, where there is that; else into the buffer."""
+        into = self.buffer if self.partial is None else self.partial
+        assert into is not None
+        begin = self._layout.offsets[param]
+        target = into[begin : begin + grad.numel()].view(grad.shape)
         if self.pending[param] or self.partial is not None:
             target.add_(grad)
         else:
             target.copy_(grad)
-        self.arrived[param] = self.pending[param] = True
 
-    @property
-    def _in_use(self) -> bool:
-        """The buffer is being sent. Waiting for that here could be waiting for a rank that waits for this one."""
-        return self._move is not None or self._spread is not None or bool(self._aside)
-
-    def _put_aside(self, param: int, grad: Tensor) -> None:
+    def put_aside(self, param: int, grad: Tensor) -> None:
         """It came again while its first part is under way: it is reduced when backward ends."""
-        held = self._aside.get(param)
-        self._aside[param] = grad if held is None else held + grad
-        self.arrived[param] = self.pending[param] = True
+        new, held = grad.to(self._dtype).reshape(-1), self.aside.get(param)
+        self.aside[param] = new if held is None else held + new
 
-    def _adopt(self, param: int, grad: Tensor) -> None:
-        new, kept = grad.to(self.reduce_dtype).contiguous().view(-1), self.parts.get(param)
-        self.parts[param] = new if kept is None else kept.to(wide(kept.dtype)).add_(new)
-        self.arrived[param] = self.pending[param] = True
+    def came(self, param: int) -> bool:
+        """Whether that was the last one expected."""
+        if not self.arrived[param]:
+            self.arrived[param] = True
+            self.missing -= self.expects[param]
+        self.pending[param] = True
+        return self.missing == 0
 
-    def _open_buffer(self) -> Tensor:
-        """The buffer, ready to be filled; a sum that rests in it is taken out first."""
-        self.settle()
-        if self.column.grad_buffer and self.sum is not None:
-            self._kept, self.sum = self._own_part(self.sum).clone(), None
-        if self.buffer is None:
-            self.buffer = self._allocate(self.reduce_dtype, "grad")
-            for begin, end in self.layout.gaps():
-                self.buffer[begin:end].zero_()
-        return self.buffer
-
-    @property
-    def complete(self) -> bool:
-        return all(came or not expected for came, expected in zip(self.arrived, self.expects))
-
-    # ---- reduction
-
-    def start_reduce(self, factor: float, label: str) -> None:
-        """PARTIAL -> SLICE of everything that arrived; zeros stand for what did not."""
-        self.finish_reduce(label)
-        if self.adopts:
-            self._adopt_partial()
-            return
-        buffer = self._open_buffer()
+    def fill(self) -> Tensor:
+        """The buffer to be sent: all that came, and zeros for what did not."""
+        buffer = self.buffer
+        assert buffer is not None
         if self.partial is not None:
             buffer.copy_(self.partial)
-            self._release_partial()
+            self._give_partial()
         else:
             for param, pending in enumerate(self.pending):
                 if not pending:
                     self._range(buffer, param).zero_()
-            for param, grad in self._aside.items():
+            for param, grad in self.aside.items():
                 self._range(buffer, param).copy_(grad)
-            self._aside = {}
-        self.arrived = [False] * len(self.arrived)
-        self.pending = [False] * len(self.pending)
-        received = verbs.reduce_receives(self.mesh, buffer.numel())
-        self._received = self._ledger.take("receive", received, self.reduce_dtype, self.mesh.device)
-        self._move = verbs.reduce(self.mesh, buffer, self._received, factor, label, in_place=self.column.grad_buffer)
+            self.aside.clear()
+        self._sent()
+        return buffer
 
-    def _adopt_partial(self) -> None:
-        """What no_sync summed becomes part of the sum, through the reduce dtype as in any other world."""
-        for param, pending in enumerate(self.pending):
-            if pending and self.partial is not None:
-                self._adopt(param, self._range(self.partial, param).to(self.reduce_dtype, copy=True))
+    def take_partial(self) -> list[tuple[int, Tensor]]:
+        """What no_sync summed, by parameter, through the reduce dtype as if it were sent."""
+        found = []
         if self.partial is not None:
-            self._release_partial()
-        self.arrived = [False] * len(self.arrived)
-        self.pending = [False] * len(self.pending)
+            pending = [param for param, pending in enumerate(self.pending) if pending]
+            found = [(param, self._range(self.partial, param).to(self._dtype, copy=True)) for param in pending]
+            self._give_partial()
+        self._sent()
+        return found
 
-    def reduced_within(self, seconds: float) -> bool:
-        """Whether nothing is under way, or it arrives in time."""
-        return self._move is None or self._move.arrives_within(seconds)
+    def _sent(self) -> None:
+        self.pending[:] = [False] * len(self.pending)
+        self.begin()
 
-    def finish_reduce(self, label: str) -> None:
-        """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it."""
-        if self._move is None:
-            return
-        new = self._move.wait()
-        self._move = None
+    def give_buffer(self) -> None:
+        """It was sent."""
+        if self.buffer is not None and self._lends:
+            self._ledger.give("grad", self.buffer)
+        self.buffer = None
+
+    def _give_partial(self) -> None:
+        assert self.partial is not None
+        self._ledger.give("partial", self.partial)
+        self.partial = None
+
+    def rescale(self, factor: float) -> None:
+        if self.partial is not None:
+            self.partial.mul_(factor)
+
+    def drop(self, param: int) -> None:
+        self.pending[param] = False
+        self.aside.pop(param, None)
+        if self.partial is not None:
+            self._range(self.partial, param).zero_()
+            if not any(self.pending):
+                self._give_partial()
+
+    def abandon(self) -> None:
+        if self.partial is not None:
+            self._give_partial()
+        if not self._stays:
+            self.give_buffer()
+        self.aside.clear()
+        self._sent()
+
+    def _range(self, flat: Tensor, param: int) -> Tensor:
+        begin = self._layout.offsets[param]
+        return flat[begin : begin + self._layout.numels[param]]
+
+
+class Reduction:
+    """What is in flight: the reduce of new gradients, then the gather of a sum that rests FULL."""
+
+    def __init__(self, spec: LaneSpec, axes: Axes, ledger: Ledger):
+        self._axes, self._ledger, self.dtype = axes, ledger, spec.key.reduce_dtype
+        self._in_place = spec.column.grad_buffer
+        self.move: verbs.Move | None = None
+        self._received: Tensor
+        self.spread: verbs.Move | None = None  # the gather of a sum that rests FULL
+        self.kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
+
+    def keep(self, part: Tensor) -> None:
+        self.kept = part
+
+    def start(self, buffer: Tensor, factor: float, label: str) -> None:
+        numel = verbs.reduce_receives(self._axes.shard, buffer.numel())
+        self._received = self._ledger.take("receive", numel, self.dtype, self._axes.device)
+        self.move = verbs.reduce(self._axes.shard, buffer, self._received, factor, label, in_place=self._in_place)
+
+    def arrives_within(self, seconds: float) -> bool:
+        return self.move is None or self.move.arrives_within(seconds)
+
+    def arrive(self, earlier: Tensor | None) -> Tensor:
+        """The new part, added to the sum that was kept here, or to `earlier`."""
+        assert self.move is not None
+        new = self.move.wait()
+        self.move = None
         if new.data_ptr() == self._received.data_ptr() and new.device.type == "cpu" and new.numel():
             new = new.clone()  # its block goes back to the ledger
         self._ledger.give("receive", self._received)
-        kept, self._kept = (self._kept, None) if self.column.grad_buffer else (self.sum, None)
-        if kept is not None:
-            new = kept.to(wide(kept.dtype)).add_(new)
-        if not self.column.grad_buffer:
-            self.sum = new
-            self._release_buffer()
-            return
-        self.sum = self._rest_in_buffer(new)
-        if "gather" in MOVES[Residency.PARTIAL, self.column.grad]:
-            # Not waited for here: another rank may come to it only once this one's backward is over.
-            own = self._own_part(self.sum)
-            self._spread = verbs.gather(self.mesh, self.sum, own, f"gather of the gradient, {label}")
+        before, self.kept = earlier if self.kept is None else self.kept, None
+        return new if before is None else before.to(wide(before.dtype)).add_(new)
+
+    def spread_out(self, total: Tensor, own: Tensor, label: str) -> None:
+        """Not waited for here: another rank may come to it only once this one's backward is over."""
+        self.spread = verbs.gather(self._axes.shard, total, own, label)
 
     def settle(self) -> None:
         """The sum is everywhere it rests."""
-        if self._spread is not None:
-            self._spread.wait()
-            self._spread = None
+        if self.spread is not None:
+            self.spread.wait()
+            self.spread = None
 
-    def _rest_in_buffer(self, new: Tensor) -> Tensor:
-        """The sum lies in the kept buffer, or in one of its own where accumulation made it wider."""
-        assert self.buffer is not None
-        if self.mesh.world == 1:
-            return new
-        home = self.buffer
+    def abandon(self) -> None:
+        self.settle()
+        if self.move is not None:
+            self.move.wait()
+            self.move = None
+            self._ledger.give("receive", self._received)
+        self.kept = None
+
+
+class Sum:
+    """The running sum: where it is, who has one, and the factors that it is only remembered to be multiplied by.
+
+    It lies on the device or rests on another tier (resting.py), from where `_recall` brings it back. A factor by which
+    the user multiplied (a clip factor, a loss scale) is remembered and applied in fp32 when the gradient is used.
+    """
+
+    def __init__(self, spec: LaneSpec, axes: Axes, resting: RestingGrads | None):
+        layout, count = spec.layout, len(spec.layout.shapes)
+        self._layout, self._dtype, self._axes, self._adopts = layout, spec.key.reduce_dtype, axes, spec.adopts
+        self._whole = spec.column.grad is Residency.FULL
+        self._numel = layout.numel if self._whole else layout.slice_numel
+        self._own = {s.param: s for s in layout.segments(axes.shard.rank)}  # in this rank's slice
+        self._where = {s.param: s for s in layout.whole()} if self._whole else self._own  # in the sum
+        self._first = axes.shard.rank * layout.slice_numel if self._whole else 0  # of this rank's slice, in the sum
+        self.held: dict[int, Tensor] = {}  # WHOLE: one tensor. By parameter, flat: see Note [Adopted gradients]
+        self.resting = resting  # None: never on another tier
+        self.has = [False] * count  # the user has a gradient for this parameter
+        self.scales: list[Tensor | float | None] = [None] * count  # remembered factors
+        self.folds = 0  # how often they were multiplied in; norms from before that are stale
+        self._product: tuple[Tensor | float, Tensor | float, Tensor | float] | None = None
+        self.direct: dict[int, Tensor] = {}  # not in the sum yet, by parameter: see Note [Direct gradients]
+        self.folded: dict[int, Tensor] = {}  # in the sum, and to be taken off again
+        self.reader: Pending | None = None  # an update under way that reads the sum
+        self.stale: set[int] = set()  # parameters to be zero in the sum once nobody reads it
+        self.released = False  # used up inside backward: see release.py
+
+    # ---- where it is
+
+    def put(self, new: Tensor, home: Tensor | None) -> None:
+        """It lies in the kept buffer `home`, or in memory of its own where accumulation made it wider."""
+        self.held[WHOLE] = new
+        if home is None or self._axes.shard.size == 1:
+            return
         if new.dtype != home.dtype:
-            size = home.numel() if self.column.grad is Residency.FULL else new.numel()
-            home = torch.empty(size, dtype=new.dtype, device=new.device)
-        if home.numel() == new.numel():
-            return home.copy_(new)
-        own = home[self.mesh.rank * new.numel() : (self.mesh.rank + 1) * new.numel()]
+            home = torch.empty(self._numel, dtype=new.dtype, device=new.device)
+        first = self._axes.shard.rank * new.numel()
+        own = home if home.numel() == new.numel() else home[first : first + new.numel()]
         if own.data_ptr() != new.data_ptr():  # else the reduce left it there
             own.copy_(new)
-        return home if self.column.grad is Residency.FULL else own
+        self.held[WHOLE] = home if self._whole else own
 
-    # ---- gradients that need no reduce: see Note [Direct gradients] in direct.py
+    def take_out(self) -> Tensor:
+        """This rank's slice of it, in memory of its own; nothing stays here."""
+        own = self.held.pop(WHOLE)[self._first : self._first + self._layout.slice_numel]
+        return own.clone()
+
+    def adopt(self, param: int, grad: Tensor) -> None:
+        self._recall()
+        new, kept = grad.to(self._dtype).contiguous().view(-1), self.held.get(param)
+        self.held[param] = new if kept is None else kept.to(wide(kept.dtype)).add_(new)
+
+    def put_away(self) -> None:
+        """From the device to the tier it rests on."""
+        assert self.resting is not None
+        own = {param: self.own(param) for param in (self.held if self._adopts else self._own)}
+        self.resting.put(self.held, own, self._layout)
+        self.held = {}
+
+    def _recall(self) -> None:
+        if self.resting:
+            self.held = self.resting.take_back(self._axes.device)
+
+    # ---- reading it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Wider than the reduce dtype once gradients were accumulated."""
+        return self.resting.dtype if self.resting else next(iter(self.held.values())).dtype
+
+    def here(self) -> Tensor | None:
+        """On the device, as one tensor; None where it is held by parameter, or there is none."""
+        self._recall()
+        return self.held.get(WHOLE)
+
+    def local(self, param: int) -> Tensor:
+        """This rank's part of one parameter's gradient, flat; empty where it holds none."""
+        if self.resting:
+            self._recall()
+        if self._adopts:
+            return self.held[param]
+        total, segment = self.held[WHOLE], self._where.get(param)
+        return total[:0] if segment is None else total[segment.offset : segment.offset + segment.numel]
+
+    def own(self, param: int) -> Tensor:
+        """Its part inside this rank's slice: what norms are computed from, the same at every stage."""
+        if self._adopts:
+            return self.local(param)
+        segment = self._own.get(param)
+        if segment is None:  # nothing is brought back for that
+            return torch.empty(0, dtype=self.dtype, device=self._axes.device)
+        if self.resting:
+            self._recall()
+        begin = self._first + segment.offset
+        return self.held[WHOLE][begin : begin + segment.numel]
+
+    def own_parts(self) -> list[Tensor]:
+        """All of this rank's slice, in as few tensors as it lies in."""
+        total = self.here()
+        if total is None:
+            return list(self.held.values())
+        return [total[self._first : self._first + self._layout.slice_numel]]
+
+    def at_rest(self, segment: Segment) -> tuple[Rest, int]:
+        """The memory an update reads a segment's gradient from, and which element of the lane it begins with."""
+        if self.resting:
+            return self.resting.rest(segment, self._adopts)
+        return (Rest(self.held[segment.param]), segment.offset) if self._adopts else (Rest(self.held[WHOLE]), 0)
+
+    def cut(self, param: int, flat: Tensor) -> Tensor:
+        """This rank's part of a flat tensor of a parameter's size."""
+        segment = self._where.get(param)
+        return flat[:0] if segment is None else flat[segment.start : segment.start + segment.numel]
+
+    def mark_held(self, param: int) -> None:
+        """This rank or another had a gradient for it: the user has it from here on."""
+        self.has[param] = True
+
+    def read_by(self, update: Pending | None) -> None:
+        self.reader = update
+
+    def settle_reader(self, wait: bool = True) -> None:
+        """Before the sum is written: whoever reads it -> the writer."""
+        if self.reader is not None and (wait or self.stale):
+            self.reader.hold()
+        self.reader = None
+        if self.stale:
+            self._recall()
+            for param in self.stale:
+                self._wipe(param)
+            self.stale.clear()
+
+    def _wipe(self, param: int) -> None:
+        """Nothing of this parameter is left in it."""
+        if self.held.pop(param, None) is None and WHOLE in self.held:
+            self.local(param).zero_()
+
+    # ---- factors
+
+    def scale(self, param: int, factor: Tensor | float) -> None:
+        """Remember a factor; only one can be remembered, so a second is multiplied into the first."""
+        before = self.scales[param]
+        if before is None:
+            self.scales[param] = factor
+            return
+        # The same two factors for every parameter (unscale, then clip) stay one factor for the lane.
+        if self._product is None or self._product[0] is not before or self._product[1] is not factor:
+            self._product = (before, factor, before * factor)
+        self.scales[param] = self._product[2]
+
+    def unscale(self, param: int, factor: Tensor | float) -> bool:
+        """Forget a factor, where it is the very one that is remembered. Whether it was."""
+        if self.scales[param] is not factor:
+            return False
+        self.scales[param] = None
+        return True
+
+    def apply_scales(self) -> None:
+        scales = [(param, scale) for param, scale in enumerate(self.scales) if scale is not None]
+        if not scales or not (self.held or self.resting):
+            return
+        self._widen()
+        for param, scale in scales:
+            if self.has[param] and param in self._where:
+                self.local(param).mul_(scale)
+            self.scales[param] = None
+        self.folds += 1
+
+    def common_scale(self) -> tuple[bool, Tensor | float | None]:
+        """(True, factor) when one remembered factor, or none, holds for every gradient of this lane."""
+        seen = {id(s): s for s, has in zip(self.scales, self.has) if has}
+        return (True, next(iter(seen.values()))) if len(seen) == 1 else (not seen, None)
+
+    def _widen(self) -> None:
+        """Make it fp32 or wider: it is about to be changed by more than a sum of gradients."""
+        self._recall()
+        self.held = {param: part.to(wide(part.dtype)) for param, part in self.held.items()}
+
+    # ---- gradients that need no reduce: see Note [Direct gradients]
+
+    def add_direct(self, param: int, grad: Tensor) -> None:
+        """Of the size of this rank's part of the parameter, or empty as that is."""
+        held = self.direct.get(param)
+        self.direct[param] = grad if held is None else held.add_(grad)
 
     def fold_direct(self, counts: Sequence[float] | None) -> None:
         """Into the sum. `counts`: by parameter, where the sum is one over items."""
         if not self.direct:
             return
-        if self.sum is None and not self.adopts:
-            numel = self.layout.numel if self.column.grad is Residency.FULL else self.layout.slice_numel
-            self.sum = torch.zeros(numel, dtype=wide(self.reduce_dtype), device=self.mesh.device)
-        self.widen()
-        for param, grad in self.direct.take(keep=counts is not None):
-            if self.adopts and param not in self.parts:
-                self.parts[param] = torch.zeros_like(grad)
+        if self.here() is None and not self._adopts:
+            self.held[WHOLE] = torch.zeros(self._numel, dtype=wide(self._dtype), device=self._axes.device)
+        self._widen()
+        direct, self.direct = self.direct, {}
+        if counts is not None:
+            self.folded.update(direct)
+        for param, grad in direct.items():
+            if self._adopts and param not in self.held:
+                self.held[param] = torch.zeros_like(grad)
             if counts is None:
                 self.local(param).add_(grad)
             else:
@@ -255,166 +447,276 @@ class GradLane(RunningSum):
 
     def unfold_direct(self, param: int, count: float) -> None:
         """The factor 1 / `count` of this gradient was taken off."""
-        grad = self.direct.take_back(param)
+        grad = self.folded.pop(param, None)
         if grad is not None:
             self.local(param).sub_(grad, alpha=count)
-            self.direct.collect(param, grad)
+            self.add_direct(param, grad)
+
+    def _drop_direct(self, param: int) -> None:
+        self.direct.pop(param, None)
+        self.folded.pop(param, None)
+
+    # ---- its end
+
+    def replace(self, grads: Sequence[Tensor | None]) -> None:
+        self._forget()
+        self.has[:] = [grad is not None for grad in grads]
+        for param, grad in enumerate(grads):
+            if grad is None:
+                continue
+            flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+            if self._adopts:
+                self.held[param] = flat.to(self._dtype)
+                continue
+            if WHOLE not in self.held:
+                self.held[WHOLE] = torch.zeros(self._layout.slice_numel, dtype=self._dtype, device=flat.device)
+            segment = self._own.get(param)
+            if segment is not None:
+                self.own(param).copy_(flat[segment.start : segment.start + segment.numel])
+
+    def zero(self, param: int, alone: bool) -> None:
+        """`alone`: nothing else of the lane waits to be reduced, so there must be a sum from here on."""
+        self.scales[param] = None
+        self._drop_direct(param)
+        if self.here() is not None:
+            self.local(param).zero_()
+        elif self._adopts or alone:
+            numel = self._layout.numels[param] if self._adopts else self._numel
+            zeros = torch.zeros(numel, dtype=self._dtype, device=self._axes.device)
+            self.held[param if self._adopts else WHOLE] = zeros
+
+    def drop(self, param: int) -> None:
+        self.has[param] = False
+        self.scales[param] = None
+        self._drop_direct(param)
+        self.held.pop(param, None)
+        if not any(self.has):
+            self._forget()
+            self.released = False
+            self.stale.clear()
+        elif self.reader is not None or self.resting:  # it is not waited for, nor brought back, for that
+            self.stale.add(param)
+        else:
+            self._wipe(param)
+
+    def begin(self) -> None:
+        self.released = False
+
+    def release(self) -> None:
+        self._forget()
+        self.released = True
+
+    def abandon(self) -> None:
+        self._forget()
+        self.has[:] = [False] * len(self.has)
+        self.direct.clear()
+        self.folded.clear()
+
+    def _forget(self) -> None:
+        self.held, self.scales[:] = {}, [None] * len(self.scales)
+        if self.resting is not None:
+            self.resting.forget()
+
+
+class GradLane:
+    """The gradients of one lane. Others read its fields, and change them by calling its methods."""
+
+    def __init__(self, spec: LaneSpec, axes: Axes, ledger: Ledger, rest: LaneRest):
+        away = rest.tiers.grads != "device" and not spec.column.grad_buffer
+        self.adopts = spec.adopts  # see Note [Adopted gradients]
+        self._stays = spec.column.grad_buffer
+        self._spreads = "gather" in MOVES[Residency.PARTIAL, spec.column.grad]
+        self._axes, self._layout = axes, spec.layout
+        self._arrival, self._reduction = Arrival(spec, axes, ledger), Reduction(spec, axes, ledger)
+        self._sum = Sum(spec, axes, RestingGrads(rest) if away else None)
+        arrival, total = self._arrival, self._sum
+        # The very lists, which are never replaced: reading one costs no call.
+        self.trains: Sequence[bool] = arrival.trains
+        self.pending: Sequence[bool] = arrival.pending
+        self.has: Sequence[bool] = total.has
+        self.scales: Sequence[Tensor | float | None] = total.scales
+        self.resting = total.resting
+        # What concerns one part alone is asked of it.
+        self.local, self.own, self.own_parts, self.cut = total.local, total.own, total.own_parts, total.cut
+        self.here, self.at_rest = total.here, total.at_rest
+        self.mark_held, self.read_by = total.mark_held, total.read_by
+        self.scale, self.unscale, self.common_scale = total.scale, total.unscale, total.common_scale
+        self.add_direct, self.fold_direct, self.unfold_direct = total.add_direct, total.fold_direct, total.unfold_direct
+        self.expect, self.agree, self.rescale_unreduced = arrival.expect, arrival.agree, arrival.rescale
+        self.settle, self.reduced_within = self._reduction.settle, self._reduction.arrives_within
+
+    @property
+    def state(self) -> State:
+        total = self._sum
+        if total.released:
+            return State.RELEASED
+        if self._arrival.partial is not None or total.direct:
+            return State.UNREDUCED
+        if total.resting:
+            return State.RESTING
+        if total.held:
+            return State.SUMMED
+        if self._reduction.move is not None:
+            return State.IN_FLIGHT
+        return State.ARRIVING if any(self.pending) else State.EMPTY
+
+    @property
+    def complete(self) -> bool:
+        """All gradients that this backward should bring are there."""
+        return self._arrival.missing == 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._sum.dtype
+
+    @property
+    def full_nbytes(self) -> int:
+        """Of all gradients of the lane, as they are sent."""
+        return self._layout.numel * self._reduction.dtype.itemsize
+
+    @property
+    def folds(self) -> int:
+        return self._sum.folds
+
+    # ---- arrival
+
+    def begin(self, plain: list[bool] | None) -> None:
+        """A backward starts, and what the user still has is added to. `plain[i]`: whether that is so of parameter i,
+        where parameters are plain and do not tell."""
+        self._arrival.begin()
+        kept = self.has if plain is None else plain
+        self._sum.settle_reader(wait=self._stays or any(kept))  # what is kept will be added to
+        for param, keep in enumerate(list(kept)):
+            if self.has[param] and (self._sum.released or not keep):
+                self.drop(param)
+        self._sum.begin()
+        self.apply_scales()
+
+    def collect(self, param: int, grad: Tensor, sync: bool) -> bool:
+        """Take one parameter's new gradient from autograd. Whether the lane is complete."""
+        arrival, reduction = self._arrival, self._reduction
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if not sync:
+            arrival.open_partial()
+        if arrival.partial is not None:
+            arrival.take(param, grad)
+        elif self.adopts:
+            self._sum.adopt(param, grad)
+        elif reduction.move is not None or reduction.spread is not None or arrival.aside:
+            # The buffer is being sent. Waiting for that here could be waiting for a rank that waits for this one.
+            arrival.put_aside(param, grad)
+        else:
+            if arrival.buffer is None or self._sum.held:
+                self._make_room()
+            arrival.take(param, grad)
+        return arrival.came(param)
+
+    def _make_room(self) -> None:
+        """The buffer may be filled: a sum that rests in it is taken out first."""
+        self._reduction.settle()
+        if self._stays and self._sum.held:
+            self._reduction.keep(self._sum.take_out())
+        self._arrival.open_buffer()
+
+    # ---- reduction
+
+    def start_reduce(self, factor: float, place: Place) -> None:
+        """PARTIAL -> SLICE of everything that arrived; zeros stand for what did not."""
+        self.finish_reduce(place.spread)
+        if self.adopts:
+            for param, grad in self._arrival.take_partial():
+                self._sum.adopt(param, grad)
+        else:
+            self._make_room()
+            self._reduction.start(self._arrival.fill(), factor, place.reduce)
+
+    def finish_reduce(self, label: str) -> None:
+        """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it, by this label."""
+        if self._reduction.move is None:
+            return
+        new = self._reduction.arrive(None if self._stays else self._sum.here())
+        if not self._stays:
+            self._arrival.give_buffer()
+        self._sum.put(new, self._arrival.buffer)
+        if self._spreads:
+            [own], total = self._sum.own_parts(), self._sum.held[WHOLE]
+            self._reduction.spread_out(total, own, label)
+
+    def put_away(self) -> None:
+        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another."""
+        if self.resting is not None and self.state is State.SUMMED and self._reduction.move is None:
+            self._sum.put_away()
 
     # ---- use
 
-    def cut(self, param: int, flat: Tensor) -> Tensor:
-        """This rank's part of a flat tensor of a parameter's size."""
-        segment = self._where.get(param)
-        return flat[:0] if segment is None else flat[segment.start : segment.start + segment.numel]
+    def use(self) -> State:
+        """Somebody is about to use the sum; nobody else reads it from here on. The state says whether there is one."""
+        state = self.state
+        if state in USABLE:
+            self._sum.settle_reader()
+        return state
 
-    @property
-    def unreduced(self) -> bool:
-        return self.partial is not None or bool(self.direct)
+    def apply_scales(self) -> None:
+        """Multiply what was only remembered into the sum, in fp32 at least."""
+        if self._arrival.partial is None:
+            self._sum.apply_scales()
 
-    @property
-    def reduced(self) -> bool:
-        """There is a sum to be used."""
-        return not self.unreduced and (bool(self.resting) or self._sum is not None or bool(self._parts))
-
-    def local(self, param: int) -> Tensor:
-        """This rank's part of one parameter's gradient, flat; empty where it holds none."""
+    def gather(self) -> list[Tensor | None]:
+        """Every gradient of the lane, full and flat; a collective where they rest as slices."""
+        assert self.state in USABLE
+        self.apply_scales()
+        total, layout = self._sum.here(), self._layout
         if self.adopts:
-            return self.parts[param]
-        assert self.sum is not None
-        segment = self._where.get(param)
-        return self.sum[:0] if segment is None else self.sum[segment.offset : segment.offset + segment.numel]
+            return [self._sum.held.get(param) for param in range(len(layout.shapes))]
+        assert total is not None
+        if not self._spreads and self._axes.shard.size > 1:
+            full = torch.empty(layout.numel, dtype=total.dtype, device=total.device)
+            total = verbs.gather(self._axes.shard, full, total.contiguous(), "gather of gradients").wait()
+        return [total[begin : begin + numel] for begin, numel in zip(layout.offsets, layout.numels)]
 
-    def own(self, param: int) -> Tensor:
-        """Its part inside this rank's slice: what norms are computed from, the same at every stage."""
-        if self.adopts:
-            return self.parts[param]
-        segment = self._own.get(param)
-        if segment is None:  # nothing is brought back for that
-            return torch.empty(0, dtype=self.dtype, device=self.mesh.device)
-        assert self.sum is not None
-        return self._own_part(self.sum)[segment.offset : segment.offset + segment.numel]
-
-    def at_rest(self, segment: Segment) -> tuple[Rest, int]:
-        """The memory an update reads a segment's gradient from, and which element of the lane it begins with."""
-        if self.resting:
-            return self.resting.rest(segment, self.adopts)
-        if self.adopts:
-            return Rest(self.parts[segment.param]), segment.offset
-        assert self.sum is not None
-        return Rest(self.sum), 0
-
-    def own_parts(self) -> list[Tensor]:
-        """All of this rank's slice, in as few tensors as it lies in."""
-        if self.adopts:
-            return list(self.parts.values())
-        return [] if self.sum is None else [self._own_part(self.sum)]
+    @torch.no_grad()
+    def replace(self, grads: Sequence[Tensor | None]) -> None:
+        """Somebody else has reduced them: this rank's part of each takes the place of what was here."""
+        self._arrival.give_buffer()  # one that stays would never be filled
+        self._sum.replace(grads)
 
     # ---- the end of a gradient's life
 
-    def abandon(self) -> None:
-        """A backward raised half-way: what it brought cannot be told from what was there, so all of it goes."""
-        self.settle()
-        if self._move is not None:
-            self._move.wait()
-            self._move = None
-            self._ledger.give("receive", self._received)
-        if self.partial is not None:
-            self._release_partial()
-        if self.buffer is not None and not self.column.grad_buffer:
-            self._release_buffer()
-        self._kept = None
-        self._forget()
-        self._aside.clear()
-        self.direct = Direct()
-        self.arrived, self.pending, self.has = ([False] * len(self.has) for _ in range(3))
-        self.scales = [None] * len(self.has)
-
-    def release(self) -> None:
-        """It was used, and nobody needs it any more; to the user it is there until it is set to None."""
-        self.settle()
-        self._forget()
-        self.scales = [None] * len(self.has)
-        self.released = True
+    def zero_unreduced(self, param: int) -> bool:
+        """The user set a gradient to zero. If it was computed inside no_sync nothing is left of it to reduce, and the
+        answer is True."""
+        if self._arrival.partial is None:
+            return False
+        self._arrival.drop(param)
+        self._sum.zero(param, alone=self._arrival.partial is None)
+        return True
 
     def drop(self, param: int) -> None:
         """The user set this gradient to None."""
-        self.has[param] = self.pending[param] = False
-        self.scales[param] = None
-        if not any(self.has):
-            self._forget()
-        elif self.resting:
-            self._stale.add(param)  # it is not brought back for that
-        for held in (self._parts, self._aside):
-            held.pop(param, None)
-        self.direct.drop(param)
-        if self.partial is not None:
-            self._range(self.partial, param).zero_()
-            if not any(self.pending):
-                self._release_partial()
-        if not any(self.has):
-            self.sum = None
-            self.released = False
-            self._stale.clear()
-        elif self.reader is not None or self.resting:
-            self._stale.add(param)
-        elif self.sum is not None and param in self._where:
-            self.local(param).zero_()
+        self._arrival.drop(param)
+        self._sum.drop(param)
 
-    def zero(self, param: int) -> None:
-        """The user set a gradient to zero that was computed inside no_sync: nothing is left of it to reduce."""
-        assert self.partial is not None
-        self.scales[param] = None
-        self.pending[param] = False
-        self.direct.drop(param)
-        self._range(self.partial, param).zero_()
-        if self.adopts:
-            self.parts[param] = torch.zeros(self.layout.numels[param], dtype=self.reduce_dtype, device=self.mesh.device)
-        elif self.sum is not None:
-            self.local(param).zero_()
-        if not any(self.pending):
-            self._release_partial()
-            if not self.adopts and self.sum is None:
-                whole = self.column.grad is Residency.FULL
-                numel = self.layout.numel if whole else self.layout.slice_numel
-                self.sum = torch.zeros(numel, dtype=self.reduce_dtype, device=self.mesh.device)
+    def release(self) -> None:
+        """It was used, and nobody needs it any more; to the user it is there until it is set to None."""
+        self._reduction.settle()
+        self._sum.release()
+
+    def abandon(self) -> None:
+        """A backward raised half-way: what it brought cannot be told from what was there, so all of it goes."""
+        self._reduction.abandon()
+        self._arrival.abandon()
+        self._sum.abandon()
 
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
-        found = {}
-        for tensor in (self.buffer, self._sum, *self._parts.values(), *self.direct.tensors()):
+        total, found = self._sum, {}
+        held = [*total.held.values(), *total.direct.values(), *total.folded.values()]
+        for tensor in (self._arrival.buffer, *held):
             if tensor is not None:
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(found.values())
 
-    # ---- helpers
 
-    def _own_part(self, total: Tensor) -> Tensor:
-        if self.column.grad is Residency.FULL and self.mesh.world > 1:
-            begin = self.mesh.rank * self.layout.slice_numel
-            return total[begin : begin + self.layout.slice_numel]
-        return total
-
-    def _range(self, flat: Tensor, param: int) -> Tensor:
-        begin = self.layout.offsets[param]
-        return flat[begin : begin + self.layout.numels[param]]
-
-    def _allocate(self, dtype: torch.dtype, kind: str) -> Tensor:
-        if kind == "partial" or self._buffer_is_transient:
-            return self._ledger.take(kind, self.layout.numel, dtype, self.mesh.device)
-        return lasting(self.layout.numel, dtype, self.mesh.device)
-
-    @property
-    def _buffer_is_transient(self) -> bool:
-        """Not where it is kept, nor in a world of one, where it becomes the sum itself."""
-        return not self.column.grad_buffer and self.mesh.world > 1
-
-    def _release_partial(self) -> None:
-        assert self.partial is not None
-        self._ledger.give("partial", self.partial)
-        self.partial = None
-
-    def _release_buffer(self) -> None:
-        assert self.buffer is not None
-        if self._buffer_is_transient:
-            self._ledger.give("grad", self.buffer)
-        self.buffer = None
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

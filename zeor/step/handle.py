@@ -11,25 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.memory import param as parameters
 from zeor.memory.roles import Residency
 from zeor.memory.view import Held, View
 from zeor.step import events
-from zeor.step.engine import Engine
 from zeor.step.events import Announcer
-from zeor.step.extension import overriding
+from zeor.step.extension import Extension, overriding
 from zeor.step.handed_out import HandedOut
 from zeor.step.lane import Lane
 from zeor.step.norms import Norms
 from zeor.step.passes import Borrowed
 from zeor.step.stray import StrayReads
 from zeor.step.unfilled import Unfilled
-from zeor.step.unit import Slot
+from zeor.step.unit import Owner, Slot
 
 _WRITE_ADVICE = "write to it inside `with zeor.full_params(model, write=True):`"
 
@@ -38,7 +37,7 @@ _WRITE_ADVICE = "write to it inside `with zeor.full_params(model, write=True):`"
 class Services:
     """What the handles of one model ask."""
 
-    mesh: Mesh
+    axes: Axes
     plain: bool  # a drop-in's: parameters are the user's plain tensors
     slots: list[Slot]
     announcer: Announcer
@@ -50,19 +49,16 @@ class Services:
     froze: list[Callable[[], None]] = field(default_factory=list)  # extensions that hear of freezing
     edited: list[Callable[[Slot, str], None]] = field(default_factory=list)  # and of changes to gradients
 
-    def complete(self, engine: Engine) -> None:
-        """The engine is ready."""
-        self.stray = engine.stray
-        self.froze = overriding(engine.extensions, "froze")
-        self.edited = overriding(engine.extensions, "edited")
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self.froze, self.edited = overriding(extensions, "froze"), overriding(extensions, "edited")
 
 
-def services_of(engine: Engine) -> Services:
-    """For an engine whose units are still to be added; `complete` it when the engine is ready."""
-    return Services(
-        engine.mesh, engine.plain, engine.slots, engine.announcer, engine.norms, engine.handed_out,
-        engine.unfilled, engine.borrowed,
-    )  # fmt: skip
+def slots_of(params: Sequence[tuple[str, nn.Parameter, Sequence[Owner]]], services: Services) -> list[Slot]:
+    """One for each parameter, with its handle."""
+    made = [Slot(*each) for each in params]
+    for slot in made:
+        slot.held = Handle(slot, services)
+    return made
 
 
 class Handle(Held):
@@ -145,7 +141,7 @@ class Handle(Held):
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.requires_grad_(slot.param, flag)
         if slot.lane.grads is not None:
-            slot.lane.grads.expects[slot.index] = flag
+            slot.lane.grads.expect(slot.index, flag)
         for froze in self._services.froze:
             froze()
 
@@ -157,7 +153,7 @@ class Handle(Held):
 
     # ---- the gradient
 
-    def after_grad(self, hook: Callable) -> RemovableHandle:
+    def after_grad(self, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
         handle = RemovableHandle(self.slot.after_grad)
         self.slot.after_grad[handle.id] = hook
         return handle
@@ -178,8 +174,8 @@ class Handle(Held):
         if grads is None or not grads.has[self.slot.index]:
             return None
         view = self.grad_view()
-        if view.dtype != self.slot.param.dtype and TracingContext.try_get() is not None:
-            return None  # torch.compile looks at a parameter's gradient, and wants one of the same dtype
+        if self.slot.lane.key.compute_dtype == torch.float16 and TracingContext.try_get() is not None:
+            return None  # torch.compile looks at a parameter's gradient, and wants one of the parameter's dtype
         return view
 
     def set_grad(self, value: Tensor | None) -> None:
@@ -204,7 +200,7 @@ class Handle(Held):
     def read_grad(self) -> Tensor:
         self._services.handed_out.heed()
         grads = self.slot.ready_grads()
-        if grads.column.grad is not Residency.FULL and self._services.mesh.world > 1:
+        if self.slot.lane.column.grad is not Residency.FULL and self._services.axes.shard.size > 1:
             raise RuntimeError(
                 f"The gradient of {self.name!r} is sharded; norms, scaling and clamping work on it, its values "
                 "are read inside `with zeor.full_params(model, grads=True):`."
@@ -217,10 +213,11 @@ class Handle(Held):
     def gather_grad(self) -> Tensor:
         slot = self.slot
         self._services.announcer.announce(events.GRADS, lambda: self._services.slots.index(slot))
-        return slot.lane.gather_grads()[slot.index].view(slot.shape).to(self._grad_dtype)
+        grad: Tensor = slot.lane.gather_grads()[slot.index]
+        return grad.view(slot.shape).to(self._grad_dtype)
 
     def norm(self, ord: float) -> Tensor:
-        return self._services.norms.of_grad(self.slot, ord)
+        return self._services.norms.of_grads([self.slot], ord)[0]
 
     def scale_grad(self, factor: Tensor | float) -> None:
         services = self._services
@@ -232,9 +229,8 @@ class Handle(Held):
     def zero_unreduced(self) -> bool:
         """A gradient from inside no_sync is set to zero; False where it is an ordinary one."""
         grads = self.slot.lane.grads
-        if grads is None or grads.partial is None:
+        if grads is None or not grads.zero_unreduced(self.slot.index):
             return False
-        grads.zero(self.slot.index)
         self._services.norms.forget(self.slot)
         return True
 
@@ -245,7 +241,7 @@ class Handle(Held):
         self._services.norms.forget(self.slot)
         return grads.local(self.slot.index)
 
-    def edited(self, verb: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def edited(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tell_edit(verb)
         self._services.announcer.edited(self, verb, args, kwargs)
 

@@ -2,6 +2,9 @@
 
 Module hooks tell the engine when a unit is entered and left in forward; tensor hooks on a unit's
 outputs and inputs tell when its backward begins and is over; parameter hooks hand over gradients.
+A method beside forward that a model is used by (`zeor.shard(..., methods=("encode", "decoder.forward"))`) is an entry:
+it begins a pass of its own, like the model's forward. The root's parameters are gathered, inputs are cast, ranks agree
+at the end, and the order of units is learned for it. Called while another pass is under way it is simply part of that.
 
 Note [When a unit's backward is over]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -21,28 +24,29 @@ checkpointing the original forward ran without gradients; the one inside backwar
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zeor.memory.device import autocast_on
 from zeor.memory.param import ShardedParam, when_accumulated
-from zeor.model import added
+from zeor.memory.view import Args, Func, Kwargs
+from zeor.model.shareable import ignore, watch
+from zeor.plan import nearest
 from zeor.step import saved
 from zeor.step.backward import Backward
 from zeor.step.casts import Casts
-from zeor.step.engine import Engine
-from zeor.step.entries import Entry
-from zeor.step.extension import overriding
-from zeor.step.passes import inside_backward
+from zeor.step.extension import Extension, overriding
+from zeor.step.forward import Forward
+from zeor.step.passes import Passes, inside_backward
 from zeor.step.unit import Slot, Unit
 
 
@@ -111,32 +115,36 @@ class Hooks:
     """All hooks of one model; `remove()` takes them off again. Between `pause()` and `resume()` its modules have
     none, so that they run, copy and pickle as plain ones."""
 
-    def __init__(self, engine: Engine, entries: Sequence[Entry] = ()):
-        self._forward, self._backward, self._passes = engine.forward, engine.backward, engine.passes
-        self._units, self._slots, self._mesh, self._plan = engine.units, engine.slots, engine.mesh, engine.plan
+    def __init__(
+        self, passes: Passes, forward: Forward, backward: Backward, extensions: Sequence[Extension],
+        entries: Sequence[Entry] = (),
+    ):  # fmt: skip
+        self._forward, self._backward, self._passes = forward, backward, passes
+        self._units, self._axes, self._plan = passes.units, passes.axes, passes.plan
+        self._slots = [slot for unit in passes.units for slot in unit.slots]
         self._handles: list[Any] = []
         self._calls: list[_Begun | None] = []  # of the units whose forward is running; None: without gradients
         self._warned_autocast = False
-        self._paused: list[tuple[MutableMapping, Any, Any]] = []
+        self._paused: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
         self._methods: list[tuple[dict[str, Any], str]] = []  # where a method of the user's was put behind another
         self._entry: Entry | None = None  # the method beside forward that is running
         for unit in self._units:
             self._add_module_hooks(unit)
         for entry in entries:
             self._add_entry(entry)
-        added.watch(self._model)
+        watch(self._model)
         self._guard_conversions()
-        self._leave_rnn_weights()
-        self._pauses, self._resumes = overriding(engine.extensions, "pause"), overriding(engine.extensions, "resume")
+        self._pauses, self._resumes = overriding(extensions, "pause"), overriding(extensions, "resume")
         self._param_handles = [collect_from(slot, self._backward) for slot in self._slots if slot.lane.grads]
         self._casts: list[Casts] = []  # of the model's forwards that are running
         self._saving: Unit | None = None  # the unit in whose forward our hooks for saved tensors are on
-        holders = {module for slot in self._slots for module, _ in slot.owners}
-        for module in holders:
+        for module in dict.fromkeys(module for slot in self._slots for module, _ in slot.owners):
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
+            if isinstance(module, nn.RNNBase):  # recurrent layers would lay their weights into memory of their own
+                self._put_method(module, "flatten_parameters", lambda: None)
 
     def remove(self) -> None:
-        added.ignore(self._model)
+        ignore(self._model)
         for pause in self._pauses:
             pause()
         for handle in (*self._handles, *self._param_handles):
@@ -149,7 +157,7 @@ class Hooks:
         self._param_handles += [collect_from(slot, self._backward) for slot in slots]
 
     def pause(self) -> None:
-        added.ignore(self._model)
+        ignore(self._model)
         for pause in self._pauses:
             pause()
         for handle in self._handles:
@@ -169,33 +177,32 @@ class Hooks:
         self._paused.clear()
         for resume in self._resumes:
             resume()
-        added.watch(self._model)
+        watch(self._model)
 
     def _add_module_hooks(self, unit: Unit) -> None:
-        module = unit.module
-        assert module is not None
+        assert unit.module is not None
 
-        # Outside any compiled graph: a compiled unit sees only its plain parameters and its own forward.
-        @torch._dynamo.disable
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> Args | None:
             return self._before_forward(unit, args, kwargs)
 
-        @torch._dynamo.disable
-        def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        def after(module: nn.Module, args: Args, output: Any) -> Any:
             return self._after_forward(unit, output)
 
-        before.zeor_first = True  # type: ignore[attr-defined]
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
-        if unit.is_root or unit.frees:
+        def always(module: nn.Module, args: Args, output: Any) -> None:
+            if unit.is_root and self._entry is None:
+                self._recover()
+            self._stop_saving(unit)
 
-            @torch._dynamo.disable
-            def always(module: nn.Module, args: tuple, output: Any) -> None:
-                if unit.is_root and self._entry is None:
-                    self._recover()
-                self._stop_saving(unit)
+        self._put_hooks(unit.module, before, after, always if unit.is_root or unit.frees else None)
 
-            self._handles.append(module.register_forward_hook(always, always_call=True))
+    def _put_hooks(self, module: nn.Module, before: Func, after: Func, always: Func | None) -> None:
+        """Outside any compiled graph: a compiled unit sees only its plain parameters and its own forward."""
+        first = torch._dynamo.disable(before)
+        first.zeor_first = True
+        self._handles.append(module.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(torch._dynamo.disable(after)))
+        if always is not None:
+            self._handles.append(module.register_forward_hook(torch._dynamo.disable(always), always_call=True))
 
     # ---- what autograd saves: see saved.py
 
@@ -216,7 +223,7 @@ class Hooks:
 
     # ---- methods that would move parameters
 
-    def _put_method(self, module: nn.Module, name: str, method: Callable) -> None:
+    def _put_method(self, module: nn.Module, name: str, method: Func) -> None:
         vars(module)[name] = method
         self._methods.append((vars(module), name))
 
@@ -226,7 +233,7 @@ class Hooks:
         model = self._model
         plain = model._apply
 
-        def apply(fn: Callable, recurse: bool = True) -> nn.Module:
+        def apply(fn: Func, recurse: bool = True) -> nn.Module:
             for slot in self._slots:
                 like = torch.empty(0, dtype=slot.param.dtype, device=slot.param.device)
                 made = fn(like)
@@ -236,23 +243,18 @@ class Hooks:
                         f"to {made.dtype} on {made.device}. Choose precision= and device= in zeor.shard, or call "
                         "zeor.unshard(model) first; for another copy use zeor.export."
                     )
-            return plain(fn, recurse)
+            moved: nn.Module = plain(fn, recurse)
+            return moved
 
         self._put_method(model, "_apply", apply)
-
-    def _leave_rnn_weights(self) -> None:
-        """Recurrent layers would lay their weights into memory of their own."""
-        for module in dict.fromkeys(module for slot in self._slots for module, _ in slot.owners):
-            if isinstance(module, nn.RNNBase):
-                self._put_method(module, "flatten_parameters", lambda: None)
 
     # ---- entries beside forward
 
     def _add_entry(self, entry: Entry) -> None:
-        if entry.is_forward:
+        if entry.method == "forward":
             self._add_entry_hooks(entry)
             return
-        original = entry.original
+        original = getattr(entry.module, entry.method)
 
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -267,25 +269,19 @@ class Hooks:
         self._put_method(entry.module, entry.method, method)
 
     def _add_entry_hooks(self, entry: Entry) -> None:
-        @torch._dynamo.disable
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> Args | None:
             return self._open_entry(entry, args, kwargs)
 
-        @torch._dynamo.disable
-        def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        def after(module: nn.Module, args: Args, output: Any) -> Any:
             return self._close_entry(output) if self._entry is entry else None
 
-        @torch._dynamo.disable
-        def always(module: nn.Module, args: tuple, output: Any) -> None:
+        def always(module: nn.Module, args: Args, output: Any) -> None:
             if self._entry is entry:
                 self._leave_entry()
 
-        before.zeor_first = True  # type: ignore[attr-defined]
-        self._handles.append(entry.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(entry.module.register_forward_hook(after))
-        self._handles.append(entry.module.register_forward_hook(always, always_call=True))
+        self._put_hooks(entry.module, before, after, always)
 
-    def _open_entry(self, entry: Entry, args: tuple, kwargs: dict) -> tuple | None:
+    def _open_entry(self, entry: Entry, args: Args, kwargs: Kwargs) -> Args | None:
         """Begin a pass; nothing where one is under way, of which the entry is then a part."""
         if inside_backward() or self._entry is not None or self._forward.walk is not None:
             return None
@@ -304,20 +300,24 @@ class Hooks:
 
     # ---- forward
 
-    def _before_forward(self, unit: Unit, args: tuple, kwargs: dict, entry: str = "") -> tuple | None:
+    def _before_forward(self, unit: Unit, args: Args, kwargs: Kwargs, entry: str = "") -> Args | None:
         if unit.is_root and self._entry is not None:
             return None  # forward called by another entry: part of that one's pass
         if inside_backward():
             self._before_recompute(unit, args, kwargs)
             return self._prepare_root(args, kwargs) if unit.is_root else None
         grad = torch.is_grad_enabled()
-        if self._mesh.world > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._axes.everyone.size > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
                 f"Unit {unit.name!r} was called inside a transform of torch.func (grad, vmap, jacrev, ...), where "
                 "ranks cannot exchange parameters; use `with zeor.full_params(model):` around it, or torch.autograd."
             )
-        if unit.is_root and DistributedDataParallel._active_ddp_module is not None:
-            self._refuse_ddp()
+        wrapper = DistributedDataParallel._active_ddp_module
+        if unit.is_root and wrapper is not None and wrapper.module is self._model:
+            raise RuntimeError(
+                "The model is sharded by zeor and wrapped in DistributedDataParallel: it is data-parallel already, and "
+                "gradients would be reduced twice; drop DistributedDataParallel."
+            )
         if unit.is_root and grad:
             self._forward.saw_input((args, kwargs))
         self._forward.enter(unit, grad, entry)
@@ -361,7 +361,7 @@ class Hooks:
         self._casts.clear()
         self._forward.recover()
 
-    def _before_recompute(self, unit: Unit, args: tuple, kwargs: dict) -> None:
+    def _before_recompute(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
         """See Note [When a unit's backward is over]."""
         self._backward.enter(unit)
         if unit.hooked_calls == 0 and not unit.is_root and torch.is_grad_enabled():
@@ -372,25 +372,18 @@ class Hooks:
 
     # ---- the root
 
-    def _prepare_root(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _prepare_root(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         self._warn_autocast()
-        compute, device = self._plan.precision.compute, self._mesh.device
+        compute, device = self._plan.precision.compute, self._axes.device
         if compute is None and device.type == "cpu":
             return args, kwargs
         casts = Casts(compute, device)
         self._casts.append(casts)
         return casts.cast(args), casts.cast(kwargs)
 
-    def _refuse_ddp(self) -> None:
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and wrapper.module is self._model:
-            raise RuntimeError(
-                "The model is sharded by zeor and wrapped in DistributedDataParallel: it is data-parallel already, and "
-                "gradients would be reduced twice; drop DistributedDataParallel."
-            )
-
     def _warn_autocast(self) -> None:
-        if self._warned_autocast or not autocast_on(self._mesh.device) or not any(u.frees for u in self._units):
+        is_on = torch.is_autocast_enabled(self._axes.device.type)
+        if self._warned_autocast or not is_on or not any(unit.frees for unit in self._units):
             return
         self._warned_autocast = True
         warnings.warn(
@@ -402,7 +395,7 @@ class Hooks:
 
     # ---- loading
 
-    def _begin_load(self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict, *args: Any) -> None:
+    def _begin_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would put other parameters in the place of sharded ones; "
@@ -424,7 +417,7 @@ def collect_from(slot: Slot, backward: Backward) -> Any:
     return when_accumulated(slot.param, hook)
 
 
-def _aliased(args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Tensor]]:
+def _aliased(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[Tensor]]:
     """The same arguments with an alias for each tensor that needs a gradient, and these aliases; what was one object
     stays one. Nothing but the moment of freeing hangs on an alias, so what is in a list, a dict or an object is handed
     on as it is: the object is the caller's, and the unit may put something in. Nor is it listened to: a cache of keys
@@ -469,3 +462,42 @@ def _tensors(value: Any, depth: int) -> list[Tensor]:
             for inner in vars(leaf).values():
                 found.extend(_tensors(inner, depth + 1))
     return found
+
+
+# ---- methods beside forward
+
+
+class Entry(NamedTuple):
+    """`name` is dotted, as seen from the model; its last part is the method."""
+
+    name: str
+    module: nn.Module
+    method: str
+
+
+def find_entries(model: nn.Module, methods: Sequence[str]) -> list[Entry]:
+    """The methods named, each checked."""
+    modules = dict(model.named_modules())
+    return [_find(modules, name) for name in dict.fromkeys(methods)]
+
+
+def _find(modules: dict[str, nn.Module], name: str) -> Entry:
+    owner, _, method = name.rpartition(".")
+    if name == "forward":
+        raise ValueError("methods= names 'forward', which is an entry already; name the other methods you call.")
+    if owner not in modules:
+        raise ValueError(f"methods= names {name!r}; the model has no module {owner!r}{nearest(owner, list(modules))}.")
+    module = modules[owner]
+    if isinstance(modules.get(name), nn.Module):
+        raise ValueError(f"methods= names {name!r}, which is a module; to call it by itself name '{name}.forward'.")
+    found = getattr(module, method, None)
+    if not callable(found):
+        known = [key for key in dir(type(module)) if not key.startswith("_") and key not in dir(nn.Module)]
+        kind = type(module).__name__
+        raise ValueError(f"methods= names {name!r}; {kind} has no method {method!r}{nearest(method, known)}.")
+    if inspect.isgeneratorfunction(found) or inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise ValueError(
+            f"methods= names {name!r}, a generator or coroutine: it returns before it has run; name the methods "
+            "it calls instead."
+        )
+    return Entry(name, module, method)

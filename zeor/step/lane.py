@@ -7,7 +7,7 @@
     master  what the optimizer updates (fp32 or wider)      see tiers/master.py; frozen: only where compute rounds
     grads   see grads.py; only where the lane is trainable
 
-Packs the user's parameters at construction. Knows the mesh to start gathers with; decides nothing about when.
+Packs the user's parameters at construction. Knows its axes to start gathers with; decides nothing about when.
 
 Note [Shown and hidden]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -45,32 +45,33 @@ import torch
 from torch import Tensor, nn
 
 from zeor.comm import verbs
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
+from zeor.comm.observe import Place
 from zeor.layout import Segment
 from zeor.memory import param as parameters
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
 from zeor.memory.formats import cast_into
-from zeor.memory.roles import Residency
 from zeor.spec.lane_spec import LaneSpec
 from zeor.step.grads import GradLane
-from zeor.tiers.lines import current_mark
 from zeor.tiers.master import Master
 from zeor.tiers.rest import LaneRest, Rest
+from zeor.tiers.streams import current_event
 
 
 class Lane:
-    def __init__(self, spec: LaneSpec, values: Sequence[Tensor], mesh: Mesh, ledger: Ledger, rest: LaneRest):
+    def __init__(self, spec: LaneSpec, values: Sequence[Tensor], axes: Axes, ledger: Ledger, rest: LaneRest):
         self.spec, self.key, self.column, self.layout = spec, spec.key, spec.column, spec.layout
-        self.mesh, self.rest = mesh, rest
+        self.axes, self.rest = axes, rest
+        self.place: Place  # its unit's name, and which of its lanes it is
         self.frees, self.updates_whole, self.publishes = spec.frees, spec.updates_whole, spec.publishes
         key = spec.key
-        self.full = FullBuffer(self.layout.numel, key.compute_dtype, mesh.device, ledger if self.frees else None)
-        self.grads = GradLane(spec, mesh, ledger, rest) if key.trainable else None
+        self.full = FullBuffer(self.layout.numel, key.compute_dtype, axes.device, ledger if self.frees else None)
+        self.grads = GradLane(spec, axes, ledger, rest) if key.trainable else None
         self.master: Master | None = None
         self._lags: Master | None = None  # the master, where compute is one update behind it
-        self.behind = False  # an update was begun that forward does not see yet
+        self._behind = False  # an update was begun that forward does not see yet
         self._move: verbs.Move | Brought | None = None
-        self._sent = verbs.Parts.of(mesh, self.full.flat)
+        self._sent = verbs.Parts.of(axes.shard, self.full.flat)
         self._pack(values, ledger)
         self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
         self.params: list[nn.Parameter] = []
@@ -142,13 +143,13 @@ class Lane:
         if self.frees:
             self._carry(written, self.mine)
         elif self.master is not None and self.master.format == "wide":
-            cast = torch.empty_like(self.master.compute.tensor, device=self.mesh.device)
+            cast = torch.empty_like(self.master.compute.tensor, device=self.axes.device)
             cast_into(cast, self.master.values if not self.master.away else self._fetched())
             self._carry(written, cast)
 
     def _fetched(self) -> Tensor:
         assert self.master is not None
-        values = torch.empty(self.master.numel, dtype=self.master.dtype, device=self.mesh.device)
+        values = torch.empty(self.master.numel, dtype=self.master.dtype, device=self.axes.device)
         self.master.read(0, values)
         return values
 
@@ -182,7 +183,7 @@ class Lane:
             flat = torch.empty_like(flat, dtype=self.key.master_dtype)
         self.fill(flat, params)
         sent = self._sent.whole if flat is self.full.flat else flat
-        verbs.broadcast(self.mesh, sent, "broadcast of rank 0's parameters")
+        verbs.broadcast(self.axes.everyone, sent, "broadcast of rank 0's parameters")
         if flat is not self.full.flat:
             cast_into(self.full.flat, flat)
         self._settle(flat, ledger)
@@ -199,20 +200,22 @@ class Lane:
                 self._mine.tensor.copy_(self.slice_of(self.full.flat))
         else:
             self._mine = Rest(self.slice_of(self.full.flat))
+        self.is_away = self._mine.away  # `mine` rests on another tier, and is fetched to be gathered
+        self._here = self._mine.tensor
         if self.key.master_dtype is None:
             return
         updated = Rest(self.full.flat) if self.updates_whole else self._mine
         if flat is None and self.key.master_dtype != self.key.compute_dtype:
-            values = lasting(updated.tensor.numel(), self.key.master_dtype, self.mesh.device)
+            values = lasting(updated.tensor.numel(), self.key.master_dtype, self.axes.device)
         elif flat is None or flat is self.full.flat:
-            values = updated.tensor.to(self.mesh.device)
-        elif self.updates_whole or self.mesh.world == 1:
+            values = updated.tensor.to(self.axes.device)
+        elif self.updates_whole or self.axes.shard.size == 1:
             values = flat
         else:
             values = self.slice_of(flat).clone()
         delayed = self.rest.delayed and self.key.trainable
         if delayed:  # see Note [Delayed]
-            updated = Rest(torch.empty_like(updated.tensor, device=self.mesh.device))
+            updated = Rest(torch.empty_like(updated.tensor, device=self.axes.device))
             if values.dtype == updated.dtype:
                 values = updated.tensor.copy_(values)
         away = self.key.trainable and self.rest.tiers.master != "device"
@@ -228,7 +231,7 @@ class Lane:
     @property
     def mine(self) -> Tensor:
         """This rank's slice of compute; on the host where it rests there or on disk."""
-        return self._mine.tensor
+        return self._mine.tensor if self.is_away else self._here
 
     def read_mine(self, begin: int, end: int) -> Tensor:
         """A range of `mine` to look at, of a file past its map."""
@@ -243,8 +246,12 @@ class Lane:
         self._lags.hold()  # the update -> this copy
         into = self.full.flat if self.updates_whole else self.mine
         into.copy_(self._lags.compute.tensor)
-        behind, self.behind = self.behind, False
+        behind, self._behind = self._behind, False
         return behind
+
+    def fall_behind(self) -> None:
+        """An update is begun: see Note [Delayed]."""
+        self._behind = self.lags
 
     def fill(self, flat: Tensor, params: Sequence[Tensor]) -> None:
         """Parameters side by side; gaps, and parameters without values, are zero."""
@@ -261,7 +268,7 @@ class Lane:
         return flat[begin : begin + self.layout.numels[param]]
 
     def slice_of(self, flat: Tensor) -> Tensor:
-        begin = self.mesh.rank * self.layout.slice_numel
+        begin = self.axes.shard.rank * self.layout.slice_numel
         return flat[begin : begin + self.layout.slice_numel]
 
     @torch.no_grad()
@@ -269,7 +276,7 @@ class Lane:
         """This rank's part of one parameter's full value, into master and compute."""
         self.settle()
         self.keep_writes()
-        flat = value.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
+        flat = value.detach().to(self.axes.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
         if self.full.inflated:
             cast_into(self.part(self.full.flat, param), flat)
         for segment in self.segments:
@@ -285,7 +292,7 @@ class Lane:
         ranks see them where compute rests FULL once the lane is gathered."""
         self.settle()
         self.keep_writes()
-        flat = values.detach().to(self.mesh.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
+        flat = values.detach().to(self.axes.device, self.key.master_dtype or self.key.compute_dtype).reshape(-1)
         self._keep(offset, flat)
         self.catch_up()
         if self.params:
@@ -304,17 +311,17 @@ class Lane:
     def start_gather(self, label: str) -> None:
         """SLICE -> FULL; where compute rests FULL this is the publishing of updated slices."""
         lent = self.full.lent if self.frees else self.looked_at
-        if self.master is not None and self._lags is None:
-            self.master.hold()  # update of the slice -> this gather
+        if self.master is not None and self.master.pending is not None and self._lags is None:
+            self._hold(self.master)  # update of the slice -> this gather
         if self.frees:
             self._check_unwritten()
             self.full.inflate()
             self.full.ready = False
         self.hide()
-        if self._mine.away:
+        if self.is_away:
             self._move = Brought(self, label)
         else:
-            self._move = verbs.gather(self.mesh, self.full.flat, self.mine, label, self._sent)
+            self._move = verbs.gather(self.axes.shard, self.full.flat, self.mine, label, self._sent)
         if lent:
             self._arrive()  # somebody may read it at any time: the gather -> the reader
 
@@ -326,9 +333,17 @@ class Lane:
 
     def settle(self) -> None:
         """Nothing is under way, as far as the computation sees."""
-        if self.master is not None and self._lags is None:
-            self.master.hold()  # update of compute -> whoever reads it
+        if self.master is not None and self.master.pending is not None and self._lags is None:
+            self._hold(self.master)  # update of compute -> whoever reads it
         self._arrive()
+
+    def _hold(self, master: Master) -> None:
+        """The computation waits for an update under way."""
+        observer = self.axes.everyone.observer
+        waited = observer.waits("update", self.place.update) if observer.on else None
+        master.hold()
+        if waited is not None:
+            observer.arrived(waited)
 
     def look(self) -> None:
         """A step begins: while it runs, its own tensors would be counted too."""
@@ -393,7 +408,7 @@ class Lane:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """What this rank's optimizer works on."""
-        return self.layout.whole() if self.updates_whole else self.layout.segments(self.mesh.rank)
+        return self.layout.whole() if self.updates_whole else self.layout.segments(self.axes.shard.rank)
 
     def master_part(self, segment: Segment) -> Tensor:
         """One segment of the master; with the parameter's own shape where it is the whole parameter."""
@@ -413,14 +428,14 @@ class Lane:
         self.settle()
         self.keep_writes()
         if self.master is None:
-            own, whole = self.mine.to(self.mesh.device), None if self.frees else self.full.flat
+            own, whole = self.mine.to(self.axes.device), None if self.frees else self.full.flat
         else:
             self.master.fetch()
             own = self.master.values
-            whole = own if self.updates_whole or self.mesh.world == 1 else None
+            whole = own if self.updates_whole or self.axes.shard.size == 1 else None
         if whole is None:
             flat = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
-            verbs.gather(self.mesh, flat, own, "gather of full parameters").wait()
+            verbs.gather(self.axes.shard, flat, own, "gather of full parameters").wait()
         else:
             flat = whole.clone()
         if self.master is not None:
@@ -431,24 +446,15 @@ class Lane:
 
     def gather_grads(self) -> list[Any]:
         """Every gradient of the lane, full and flat; a collective where they rest as slices."""
-        grads = self.grads
-        assert grads is not None and grads.reduced
-        grads.apply_scales()
-        if grads.adopts:
-            return [grads.parts.get(param) for param in range(len(self.layout.shapes))]
-        total = grads.sum
-        assert total is not None
-        if self.column.grad is not Residency.FULL and self.mesh.world > 1:
-            full = torch.empty(self.layout.numel, dtype=total.dtype, device=total.device)
-            total = verbs.gather(self.mesh, full, total.contiguous(), "gather of gradients").wait()
-        return [self.part(total, param) for param in range(len(self.layout.shapes))]
+        assert self.grads is not None
+        return self.grads.gather()
 
     # ---- bytes
 
     def nbytes(self) -> dict[str, int]:
         """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""
         return {
-            "compute": self.mine.nbytes if self._mine.away else self.mine.untyped_storage().nbytes(),
+            "compute": self.mine.nbytes if self.is_away else self.mine.untyped_storage().nbytes(),
             "master": self.master.nbytes() if self.master else 0,
             "grad": self.grads.nbytes() if self.grads else 0,
         }
@@ -459,14 +465,14 @@ class Brought:
 
     def __init__(self, lane: Lane, label: str):
         self._lane, self._label = lane, label
-        self._line = lane.rest.store.fetches
+        self._stream = lane.rest.store.fetches
         self._read, self._source = None, lane.mine
         file = lane._mine.file
         if file is not None:
-            self._source = torch.empty_like(lane.mine, pin_memory=lane.mesh.device.type != "cpu")
+            self._source = torch.empty_like(lane.mine, pin_memory=lane.axes.device.type != "cpu")
             self._read = file.read_async(0, self._source.numel(), self._source)
-        current_mark(lane.mesh.device).hold(self._line)  # earlier use of the buffer's memory -> this copy
-        if self._read is None or lane.mesh.world > 1:  # gathers must start in the order they are asked for
+        current_event(lane.axes.device).hold(self._stream)  # earlier use of the buffer's memory -> this copy
+        if self._read is None or lane.axes.shard.size > 1:  # gathers must start in the order they are asked for
             self._finish_read()
             self._copy()
 
@@ -477,15 +483,15 @@ class Brought:
 
     def _copy(self) -> None:
         lane = self._lane
-        with self._line():
+        with self._stream():
             own = lane.slice_of(lane.full.flat)
             own.copy_(self._source, non_blocking=True)
-            self._gather = verbs.gather(lane.mesh, lane.full.flat, own, self._label, lane._sent)
-            self._mark = self._line.mark()
+            self._gather = verbs.gather(lane.axes.shard, lane.full.flat, own, self._label, lane._sent)
+            self._copied = self._stream.record_event()
 
     def wait(self) -> Tensor:
         if self._read is not None:
             self._finish_read()
             self._copy()
-        self._mark.hold()  # copy -> whoever reads the parameters
+        self._copied.hold()  # copy -> whoever reads the parameters
         return self._gather.wait()

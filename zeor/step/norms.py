@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from zeor.comm import verbs
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.step import events
 from zeor.step.events import Announcer
 from zeor.step.grads import GradLane
 from zeor.step.handed_out import HandedOut
+from zeor.step.lane import Lane
 from zeor.step.unit import Slot
 
 
 class Norms:
-    def __init__(self, mesh: Mesh, announcer: Announcer, handed_out: HandedOut):
-        self._mesh, self._announcer, self._handed_out = mesh, announcer, handed_out
+    def __init__(self, axes: Axes, announcer: Announcer, handed_out: HandedOut):
+        self._axes, self._announcer, self._handed_out = axes, announcer, handed_out
         self._all: Sequence[Slot] = ()
         self._slots: list[Slot] = []  # that have gradients
         self._known: dict[float, dict[Slot, tuple[Tensor, int]]] = {}  # with GradLane.folds at that time
@@ -53,57 +54,56 @@ class Norms:
             self._factor = kept = (factor, version, factor.detach().clone())
         return kept[2]
 
-    def of_grad(self, slot: Slot, ord: float) -> Tensor:
-        """One gradient's norm, remembered factor included."""
+    def of_grads(self, slots: Sequence[Slot], ord: float, scaled: bool = True) -> list[Tensor]:
+        """The norm of each gradient; `scaled`: times the factor that is only remembered."""
         self._handed_out.heed()
-        grads = slot.ready_grads()
+        grads = _ready_grads(slots)
         known = self._known.setdefault(ord, {})
-        if _is_stale(slot, known):
-            stale = [s for s in self._slots if s.lane.grads.has[s.index] and _is_stale(s, known)]  # type: ignore[union-attr]
+        if _stale(slots, known):
+            held = [slot for slot in self._slots if slot.lane.grads.has[slot.index]]  # type: ignore[union-attr]
+            stale = _stale(held, known)
             self._announcer.announce(events.NORM, lambda: {"slots": self._places(stale), "ord": ord})
             self.compute(stale, ord)
-        norm: Tensor = known[slot][0]
-        scale: Any = grads.scales[slot.index]
-        return norm if scale is None or ord == 0 else norm * abs(scale)
+        norms = [known[slot][0] for slot in slots]
+        if not scaled or ord == 0:
+            return norms
+        scales: list[Any] = [lane.scales[slot.index] for lane, slot in zip(grads, slots)]
+        return [norm if scale is None else norm * abs(scale) for norm, scale in zip(norms, scales)]
 
-    def compute(self, slots: list[Slot], ord: float) -> None:
+    def compute(self, slots: Sequence[Slot], ord: float) -> None:
         """Find these norms and remember them; a small exchange."""
-        folds = [slot.lane.grads.folds for slot in slots]  # type: ignore[union-attr]
+        folds = _folds(slots)
         known = self._known.setdefault(ord, {})
-        known.update(zip(slots, zip(self._compute(slots, ord).unbind(), folds)))
+        norms = self._compute(slots, ord).unbind()
+        known.update({slot: (norm, folds[slot.lane]) for slot, norm in zip(slots, norms)})
 
     def known_order(self, slots: Sequence[Slot]) -> float | None:
         """An order above 0 of which the norms of all these gradients are known, so that asking costs nothing."""
         for ord, known in self._known.items():
-            if ord > 0 and not any(_is_stale(slot, known) for slot in slots):
+            if ord > 0 and not _stale(slots, known):
                 return ord
         return None
 
-    def raw(self, slot: Slot, ord: float) -> Tensor:
-        """One gradient's norm without the factor that is only remembered."""
-        self.of_grad(slot, ord)
-        return self._known[ord][slot][0]
-
     def total(self, slots: Sequence[Slot], ord: float) -> Tensor:
         """The norm over all these gradients together, as stock clip_grad_norm_ computes it."""
-        norms = [self.of_grad(slot, ord) for slot in slots]
-        if not norms:
-            return torch.zeros((), device=self._mesh.device)
-        return torch.linalg.vector_norm(torch.stack(norms), ord)
+        if not slots:
+            return torch.zeros((), device=self._axes.device)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(self.of_grads(slots, ord)), ord)
+        return norm
 
     @torch.no_grad()
-    def _compute(self, slots: list[Slot], ord: float) -> Tensor:
-        grads = [slot.ready_grads() for slot in slots]
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    def _compute(self, slots: Sequence[Slot], ord: float) -> Tensor:
+        grads = _ready_grads(slots)
+        wide = torch.float64 if torch.float64 in {lane.dtype for lane in set(grads)} else torch.float32
         # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
-        none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._mesh.device)
+        none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._axes.device)
         local = torch.stack(own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none))
-        if self._mesh.world == 1:
+        if self._axes.shard.size == 1:
             return local
         if math.isinf(ord) or ord == 0:
-            rows = verbs.gather_vector(self._mesh, local, "norms of the gradients")
+            rows = verbs.gather_vector(self._axes.shard, local, "norms of the gradients")
             return rows.sum(0) if ord == 0 else rows.amax(0) if ord > 0 else rows.amin(0)
-        rows = verbs.gather_vector(self._mesh, local.pow(ord), "norms of the gradients")
+        rows = verbs.gather_vector(self._axes.shard, local.pow(ord), "norms of the gradients")
         return rows.sum(0).pow(1.0 / ord)
 
     def _places(self, slots: list[Slot]) -> list[int]:
@@ -112,7 +112,7 @@ class Norms:
 
     def check(self, slots: Sequence[Slot], found_inf: Tensor) -> None:
         """GradScaler: every rank sees the same norms, so all skip the step or none does."""
-        largest = torch.stack([self.of_grad(slot, math.inf) for slot in slots])
+        largest = torch.stack(self.of_grads(slots, math.inf))
         bad = (~torch.isfinite(largest)).any().to(found_inf)
         found_inf.copy_(torch.maximum(found_inf, bad))
 
@@ -130,5 +130,20 @@ def own_norms(grads: Sequence[tuple[GradLane, int]], ord: float, none: Tensor) -
     ]
 
 
-def _is_stale(slot: Slot, known: dict[Slot, tuple[Tensor, int]]) -> bool:
-    return slot not in known or known[slot][1] != slot.lane.grads.folds  # type: ignore[union-attr]
+def _ready_grads(slots: Sequence[Slot]) -> list[GradLane]:
+    """Of each; a lane is asked once."""
+    found: dict[Lane, GradLane] = {}
+    for slot in slots:
+        if slot.lane not in found:
+            found[slot.lane] = slot.ready_grads()
+    return [found[slot.lane] for slot in slots]
+
+
+def _folds(slots: Sequence[Slot]) -> dict[Lane, int]:
+    return {lane: lane.grads.folds for lane in {slot.lane for slot in slots} if lane.grads is not None}
+
+
+def _stale(slots: Sequence[Slot], known: dict[Slot, tuple[Tensor, int]]) -> list[Slot]:
+    """Those whose norm is not known, or is from before a remembered factor was multiplied in."""
+    folds = _folds(slots)
+    return [slot for slot in slots if slot not in known or known[slot][1] != folds[slot.lane]]

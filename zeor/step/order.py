@@ -18,11 +18,12 @@ Nobody waits for anything but gathers and that exchange, so divergence costs rou
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.agree import exchange, is_same
+from zeor.comm.axes import Axes
 
 TRAIN, EVAL, BACKWARD, REDUCE = "train", "eval", "backward", "reduce"
 FIRST = "as registered"  # of a kind that was not seen yet
@@ -38,8 +39,8 @@ def kind_of(train: bool, entry: str) -> str:
 class Orders:
     """One order per kind of pass."""
 
-    def __init__(self, mesh: Mesh, count: int):
-        self._mesh = mesh
+    def __init__(self, axes: Axes, count: int):
+        self._axes = axes
         forward = list(range(count))
         self._orders = {FIRST: forward, BACKWARD: forward[::-1], REDUCE: forward[::-1]}
         self.learned: set[str] = set()
@@ -49,9 +50,10 @@ class Orders:
 
     def learn(self, kinds: dict[str, Sequence[int]]) -> None:
         """Agree on what this pass showed. Every rank calls it at the same place, once per kind."""
-        seen = [{kind: list(dict.fromkeys(order)) for kind, order in kinds.items()}]
-        if not self._mesh.fake:
-            seen = exchange(self._mesh, seen[0], f"agreement on the order of units in {', '.join(kinds)}")
+        mine = {kind: list(dict.fromkeys(order)) for kind, order in kinds.items()}
+        axis, label = self._axes.everyone, f"agreement on the order of units in {', '.join(kinds)}"
+        same = is_same(axis, json.dumps(mine).encode(), label)
+        seen = [mine] if same else exchange(axis, mine, label)
         for kind in kinds:
             merged = dict.fromkeys(unit for rank in seen for unit in rank[kind])
             self._orders[kind] = list(merged)
@@ -93,23 +95,27 @@ class Gatherer(Protocol):
     def has(self, unit: int) -> bool:
         """Here, or on its way."""
 
-    def ask(self, asked: Asked) -> Asked:
-        """Exchange with all ranks."""
+    def ask(self, asked: Asked, needs: bool) -> Asked:
+        """Exchange with all ranks. `needs`: this rank needs something that its order does not give it."""
 
 
 class Walk:
     """One pass of gathers along an agreed order; see Note [Rounds].
 
     In a pass whose order is not learned yet, skipped units are kept until the end: they will probably be
-    entered later. `told_count` numbers travel with each exchange, so that the end of backward needs no second.
+    entered later. `told_count` numbers travel with each exchange, so that the end of backward needs no second;
+    `before_ask` is called before each.
     """
 
-    def __init__(self, gatherer: Gatherer, order: Sequence[int], keep_skipped: bool, told_count: int = 0):
+    def __init__(
+        self, gatherer: Gatherer, order: Sequence[int], keep_skipped: bool, told_count: int = 0,
+        before_ask: Callable[[], None] | None = None,
+    ):  # fmt: skip
         self._gatherer, self._keep_skipped, self._told_count = gatherer, keep_skipped, told_count
+        self._before_ask = before_ask
         self._order = list(order)
         self._position = {unit: position for position, unit in enumerate(self._order)}
         self._next = 0
-        self.before_ask: Callable[[], None] | None = None
         self.entered: list[int] = []
         self.extra: list[int] = []  # units any rank asked for that are in no order
 
@@ -123,7 +129,7 @@ class Walk:
         if self._position.get(unit, -1) < self._next:
             self._skip_to(len(self._order))
             again = unit in self._position
-            self._play(self._ask(again, [] if again else [unit], [0] * self._told_count), wanted=unit)
+            self._play(self._ask(again, [] if again else [unit], [0] * self._told_count, True), wanted=unit)
         if not self._gatherer.has(unit):
             self._in_turn(unit)
 
@@ -147,7 +153,7 @@ class Walk:
         """One exchange of a rank that needs nothing. None where somebody does: it is being played."""
         assert len(told) == self._told_count
         self._skip_to(len(self._order))
-        answer = self._ask(False, [], list(told))
+        answer = self._ask(False, [], list(told), False)
         if not answer.again and not answer.units:
             return answer.told
         self._play(answer, wanted=None)
@@ -155,10 +161,11 @@ class Walk:
 
     # ---- rounds
 
-    def _ask(self, again: bool, units: list[int], told: list[int]) -> Asked:
-        if self.before_ask is not None:
-            self.before_ask()
-        return self._gatherer.ask(Asked(again, units, told))
+    def _ask(self, again: bool, units: list[int], told: list[int], needs: bool) -> Asked:
+        if self._before_ask is not None:
+            self._before_ask()
+        # In a pass whose order is not learned yet, every rank may need something.
+        return self._gatherer.ask(Asked(again, units, told), needs and not self._keep_skipped)
 
     def _play(self, answer: Asked, wanted: int | None) -> None:
         """What was asked for: single units at once, another round in its own time."""

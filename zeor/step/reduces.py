@@ -19,8 +19,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from zeor.comm.mesh import Mesh
-from zeor.step.extension import Extension, overriding
+from zeor.comm.axes import Axes
+from zeor.step.extension import COMPARED, NEWS, NOW, Extension, overriding
+from zeor.step.grads import State
+from zeor.step.settling import OWN, Told
 from zeor.step.unit import Slot, Unit
 
 PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 0.05  # at first, and once it has run out
@@ -29,20 +31,24 @@ log = logging.getLogger("zeor")
 
 
 class Reducer:
-    def __init__(self, mesh: Mesh, units: list[Unit], overlap: bool, record: Callable):
-        self._mesh, self._units, self._overlap = mesh, units, overlap
-        self._record = record
+    """`put_away(unit)`: its sum is there, and goes where it rests."""
+
+    def __init__(self, axes: Axes, units: list[Unit], overlap: bool, put_away: Callable[[Unit], None]):
+        self._axes, self._units, self._overlap = axes, units, overlap
+        self._observer, self._put_away = axes.everyone.observer, put_away
         self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
         self._under_way: list[Unit] = []
         self.extend(())
         self._unreduced: set[Slot] = set()  # had a gradient inside no_sync, on this rank, and nobody knows yet
-        self._patience = self._full_patience = min(PATIENCE_SECONDS, mesh.timeout / 2)
+        self._patience = self._full_patience = min(PATIENCE_SECONDS, axes.everyone.timeout / 2)
         self.begin([], diverged=False, factor=1.0)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
-        riders = [each for each in extensions if type(each).told is not Extension.told]
-        self._riders = [(each, each.told_count) for each in riders if each.told_count]
-        self._ridden = sum(count for _, count in self._riders)
+        riders = [each for each in extensions if each.told_count]
+        riding = [(each, each.told_count) for each in riders]
+        self._riders = {how: [(each, count) for each, count in riding if each.riding == how] for how in Told._fields}
+        self._ridden = sum(count for _, count in riding)
+        self._needs = overriding(extensions, "needs_answer")
         self._when_reduced = overriding(extensions, "unit_reduced")
 
     def begin(self, order: list[int], diverged: bool, factor: float) -> None:
@@ -87,10 +93,13 @@ class Reducer:
     def _issue(self, unit: Unit, left: bool = False) -> None:
         """`left`: something is left on some rank, in whatever lane."""
         self._finish_earlier()
-        self._record("reduce", unit.index)
+        observer = self._observer
         for lane in unit.lanes:
             if lane.grads is not None and (left or any(lane.grads.trains)):
-                lane.grads.start_reduce(self._factor, f"reduce of the gradients of unit {unit.name!r}")
+                record = observer.begin("reduce", lane.place, lane.grads.full_nbytes) if observer.on else None
+                lane.grads.start_reduce(self._factor, lane.place)
+                if record is not None:
+                    observer.end(record)
         self.issued.append(unit.index)
         self._under_way.append(unit)
         if not self._overlap:
@@ -111,48 +120,43 @@ class Reducer:
                     "The reduce of unit %r did not complete within %g s on rank %d: ranks take different paths in "
                     "backward, or the link is slow. From now on reduces are not waited for before backward ends, which "
                     "costs memory for gradients.",
-                    unit.name, self._full_patience, self._mesh.rank,
+                    unit.name, self._full_patience, self._axes.everyone.rank,
                 )  # fmt: skip
             self._patience_left, self._patience = 0.0, SHORT_PATIENCE_SECONDS
         return False
 
     def _finish(self, unit: Unit) -> None:
+        observer = self._observer
         for lane in unit.lanes:
             if lane.grads is not None:
-                lane.grads.finish_reduce(f"unit {unit.name!r}")
+                record = observer.begin("finish", lane.place, lane.grads.full_nbytes) if observer.on else None
+                lane.grads.finish_reduce(lane.place.spread)
+                if record is not None:
+                    observer.end(record)
         self._under_way.remove(unit)
-        self._record("finish", unit.index)
         for reduced in self._when_reduced:
             reduced(unit)
-        for lane in unit.lanes:
-            if lane.grads is not None:
-                lane.grads.put_away()
+        self._put_away(unit)
 
     @property
     def told_count(self) -> int:
-        return 1 + 2 * len(self._units) + len(self._slots) + self._ridden
+        return 1 + 2 * len(self._units) + len(self._slots) + self._ridden + OWN
 
-    def told(self) -> list[int]:
+    def needs_answer(self) -> bool:
+        """Whether this rank cannot go on before it has heard what all told."""
+        return any(needs() for needs in self._needs)
+
+    def told(self) -> Told:
         """What ranks must agree on at the end: how far anyone got, what is left (of units that were reduced
         in this backward before, and of units that were not), and who has a gradient."""
         pending = [any(any(lane.grads.pending) for lane in unit.lanes if lane.grads) for unit in self._units]
         late = [left and unit.index in self.issued for left, unit in zip(pending, self._units)]
         fresh = [left and not again for left, again in zip(pending, late)]
-        ridden = [number for rider, _ in self._riders for number in rider.told()]
         had = [slot in self.new or (slot in self._unreduced and _is_held(slot)) for slot in self._slots]
-        return [self._next, *late, *fresh, *had, *ridden]
+        now = [self._next, *map(int, (*late, *fresh, *had)), *self._ridden_by(NOW)]
+        return Told(now, self._ridden_by(COMPARED), self._ridden_by(NEWS))
 
-    def end(self, told: list[int]) -> None:
-        """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
-        largest of what each rank told."""
-        self._waits = True
-        self._unreduced = set()
-        for rider, count in reversed(self._riders):
-            begin = len(told) - count
-            rider.heard(told[begin:])
-            told = told[:begin]
-        count = len(self._units)
-        reached, late, fresh, had = told[0], told[1 : 1 + count], told[1 + count : 1 + 2 * count], told[1 + 2 * count :]
+    def _reduce_rest(self, reached: int, late: Sequence[int], fresh: Sequence[int]) -> None:
         for position in range(self._next, reached):
             self._issue(self._units[self._order[position]])
         passed = set(self._order[:reached])
@@ -162,19 +166,60 @@ class Reducer:
             if late[unit.index] or (fresh[unit.index] and unit.index not in passed):
                 self._issue(unit, left=True)
         self._finish_earlier()
+
+    def _ridden_by(self, how: str) -> list[int]:
+        riders = [rider for rider, _ in self._riders[how]]
+        return [int(number) for rider in riders for number in (rider.told() if rider.tells is None else rider.tells)]
+
+    def has_all(self, now: Sequence[int]) -> bool:
+        """Whether everything that trains has a gradient on some rank, by these numbers."""
+        begin = 1 + 2 * len(self._units)
+        return all(had or not slot.trains for had, slot in zip(now[begin:], self._slots))
+
+    def end(self, told: Told, foretold: bool) -> None:
+        """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
+        largest of what each rank told. `foretold`: nobody has heard it yet, so nothing differs and there is no news."""
+        self._waits = True
+        self._unreduced = set()
+        count = len(self._units)
+        begin = 1 + 2 * count
+        reached, late, fresh = told.now[0], told.now[1 : 1 + count], told.now[1 + count : begin]
+        had = told.now[begin : begin + len(self._slots)]
+        if not foretold:
+            self._tell(NEWS, told.news)
+            self._tell(COMPARED, told.compared)
+        self._tell(NOW, told.now[begin + len(self._slots) :])
+        self._reduce_rest(reached, late, fresh)
         for unit in self._units:
             for lane in unit.lanes:
                 if lane.grads is not None:
                     lane.grads.settle()
         for slot, anyone in zip(self._slots, had):
             if anyone and slot.lane.grads is not None:
-                slot.lane.grads.has[slot.index] = True
+                slot.lane.grads.mark_held(slot.index)
                 self.had.append(slot)
 
-    def _refuse_late(self, late: list[int]) -> None:
+    def _tell(self, how: str, told: Sequence[int]) -> None:
+        """Hands each extension its numbers."""
+        begin = 0
+        for rider, count in self._riders[how]:
+            rider.heard(told[begin : begin + count])
+            begin += count
+
+    def hear_late(self, told: Told) -> None:
+        """What was told at the end of the backward before, and nobody has waited for."""
+        self._tell(NEWS, told.news)
+        pairs = zip(told.compared[::2], told.compared[1::2])
+        if any(most != -least for most, least in pairs):
+            self._tell(COMPARED, told.compared)
+            for rider, _ in self._riders[COMPARED]:
+                rider.end_backward()
+
+    def _refuse_late(self, late: Sequence[int]) -> None:
         """A unit's gradients came again after they were reduced; where they are used up by then that is too late."""
         for unit in self._units:
-            if late[unit.index] and any(lane.grads is not None and lane.grads.released for lane in unit.lanes):
+            states = [lane.grads.state for lane in unit.lanes if lane.grads is not None]
+            if late[unit.index] and State.RELEASED in states:
                 raise RuntimeError(
                     f"Gradients of unit {unit.name!r} came in two parts in one backward (checkpointing with "
                     "use_reentrant=True over a unit that is used twice?), and release=True has used up the first; use "
@@ -198,7 +243,7 @@ class Reducer:
         """The same inside no_sync: nothing travels; this rank's own gradients are there."""
         for slot in self.new:
             assert slot.lane.grads is not None
-            slot.lane.grads.has[slot.index] = True
+            slot.lane.grads.mark_held(slot.index)
         self._unreduced |= self.new
 
 

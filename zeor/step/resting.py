@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zeor.layout import LaneLayout, Segment
-from zeor.tiers.lines import Mark, current_mark
 from zeor.tiers.rest import LaneRest, Rest
+from zeor.tiers.streams import StreamEvent, current_event
 
 WHOLE = -1  # in the place of a parameter: this rank's whole slice
 
@@ -25,7 +25,7 @@ class RestingGrads:
         self._memory: dict[torch.dtype, Rest] = {}  # kept from step to step
         self._at: dict[int, tuple[int, int]] = {}  # parameter or WHOLE -> elements of the memory
         self._norms: dict[int, Tensor] = {}
-        self.spilled = Mark()
+        self.spilled = StreamEvent()
         self.dtype = torch.float32
 
     def __bool__(self) -> bool:
@@ -41,14 +41,14 @@ class RestingGrads:
         if self.dtype not in self._memory:
             numel = max(tensor.numel() for tensor in held.values()) if WHOLE in held else layout.slice_numel
             self._memory[self.dtype] = self._rest.make("grads", numel, self.dtype, f"grads-{self.dtype.itemsize}")
-        memory, line = self._memory[self.dtype].tensor, self._rest.store.spills
-        current_mark(next(iter(held.values())).device).hold(line)  # the sum -> its copy
-        with line():
+        memory, stream = self._memory[self.dtype].tensor, self._rest.store.spills
+        current_event(next(iter(held.values())).device).hold(stream)  # the sum -> its copy
+        with stream():
             for param, tensor in held.items():
                 begin = 0 if param == WHOLE else layout.offsets[param]
                 self._at[param] = (begin, begin + tensor.numel())
                 memory[begin : begin + tensor.numel()].copy_(tensor, non_blocking=True)
-            self.spilled = line.mark()
+            self.spilled = stream.record_event()
         leaving = self._rest.store.leaving
         leaving.add(list(held.values()), self.spilled)
         leaving.let_go(but=1)  # a copy has as long as the next unit's backward takes

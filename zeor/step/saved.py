@@ -22,7 +22,7 @@ Hooks take autograd's own check of versions off; it is done here, with the same 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,13 +30,13 @@ from torch import Tensor
 from zeor.memory.buffers import FullBuffer
 
 _buffer_of = FullBuffer.by_storage.get
-_top = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-_push = torch._C._autograd._push_saved_tensors_default_hooks  # type: ignore[attr-defined]
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks  # type: ignore[attr-defined]
-_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # not in torch's stubs
 
 
-class SavedRef(tuple):
+class SavedRef(tuple[FullBuffer, torch.Size, tuple[int, ...], int, int]):
     """(buffer, size, stride, offset, version): a part of a unit's memory, for as long as a graph lives. It holds
     none of it."""
 
@@ -45,15 +45,16 @@ class SavedRef(tuple):
     def tensor(self) -> Tensor:
         buffer, size, stride, offset, version = self
         if not buffer.params:  # its parameters live elsewhere by now, and its memory is nobody's but the graph's
-            return buffer.flat.as_strided(size, stride, offset)  # type: ignore[no-any-return]
+            return buffer.flat.as_strided(size, stride, offset)
         param = buffer.params[bisect_right(buffer.offsets, offset) - 1]
         with torch._C.DisableTorchFunctionSubclass():
             if param._version != version:
                 _refuse(param, version)
         if not buffer.ready:
+            assert buffer.asks is not None
             buffer.asks()
         # Of the parameter, whose version counter it shares: a graph of second order saves it as it is.
-        return param.detach().as_strided(size, stride, offset)  # type: ignore[no-any-return]
+        return param.detach().as_strided(size, stride, offset)
 
 
 def handle(tensor: Tensor) -> SavedRef | None:
@@ -78,13 +79,14 @@ def _pack(tensor: Tensor) -> Any:
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is SavedRef:
         return saved.tensor()
+    tensor: Tensor
     tensor, version = saved
     if tensor._version != version:
         _refuse(tensor, version)
-    return tensor  # type: ignore[no-any-return]
+    return tensor
 
 
-def _refuse(tensor: Tensor, version: int) -> None:
+def _refuse(tensor: Tensor, version: int) -> NoReturn:
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."

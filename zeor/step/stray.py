@@ -14,9 +14,9 @@ backward demanded. Outside any pass there is no walk, and other ranks may do som
 
 from __future__ import annotations
 
+import inspect
 import sys
-
-from torch import nn
+from types import FrameType
 
 from zeor.step.backward import Backward
 from zeor.step.passes import Passes, inside_backward
@@ -44,31 +44,27 @@ class StrayReads:
         return True
 
     def advice(self) -> str:
-        """What to do about a parameter that is read outside any pass."""
-        return _advice(self._passes.units[0].module)
-
-
-def _advice(root: nn.Module | None) -> str:
-    """What to do about a parameter that is not here; where a method of the user's reads it, with its name."""
-    names = {} if root is None else {id(module): name for name, module in root.named_modules()}
-    found, frame = None, sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        method = code.co_name
-        if id(owner) in names and _is_method(owner, method):
-            found = f"{names[id(owner)]}.{method}" if names[id(owner)] else method
-        frame = frame.f_back  # type: ignore[assignment]
-    if found == "forward":
-        return "call model(...), not model.forward(...)"
-    if found is None:
-        return "read it inside `with zeor.full_params(model):`"
-    return (
-        f"it was read by {found!r}, called outside the model's forward: give zeor.shard(..., methods=({found!r},)), "
-        "or call it inside `with zeor.full_params(model):`"
-    )
-
-
-def _is_method(owner: object, name: str) -> bool:
-    """A method that the user calls by this name: not torch's way into it, nor the inside of a decorator."""
-    return name not in ("_call_impl", "_wrapped_call_impl") and callable(getattr(owner, name, None))
+        """What to do about a parameter that is read outside any pass; where a method of the user's reads it, with its
+        name."""
+        root = self._passes.units[0].module
+        names = {} if root is None else {id(module): name for name, module in root.named_modules()}
+        found: str | None = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            method = code.co_name
+            # One that the user calls by this name: not torch's way into it, nor the inside of a decorator.
+            inner = method in ("_call_impl", "_wrapped_call_impl")
+            # Statically: a property would be evaluated, and come here again.
+            if id(owner) in names and not inner and callable(inspect.getattr_static(owner, method, None)):
+                found = f"{names[id(owner)]}.{method}" if names[id(owner)] else method
+            frame = frame.f_back
+        if found == "forward":
+            return "call model(...), not model.forward(...)"
+        if found is None:
+            return "read it inside `with zeor.full_params(model):`"
+        return (
+            f"it was read by {found!r}, called outside the model's forward: give zeor.shard(..., "
+            f"methods=({found!r},)), or call it inside `with zeor.full_params(model):`"
+        )

@@ -1,21 +1,23 @@
 """The unit: one module's parameters, gathered, freed, reduced and updated together.
 
 A unit owns lanes and slots. A slot is one parameter of the user's: it knows its lane and its modules. A unit carries
-out what it is told (gather, wait, free) and keeps no order; the engine does.
+out what it is told (gather, wait, free) and keeps no order; the engine does. When it may be freed: residency.py.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeor.comm import verbs
+from zeor.comm.observe import Place
 from zeor.memory import param as parameters
 from zeor.memory.view import Held
-from zeor.step.grads import GradLane
+from zeor.step.grads import USABLE, GradLane, State
 from zeor.step.lane import Lane
 
 Owner = tuple[nn.Module, str]
@@ -39,7 +41,7 @@ class Slot:
         self.index = -1  # in its lane
         self.trains = param.requires_grad and param.dtype.is_floating_point  # as the user wants it
         self.kind = type(param)  # its class while it is a plain parameter
-        self.after_grad: dict[int, Callable] = OrderedDict()  # the user's hooks for a gradient that is reduced
+        self.after_grad: dict[int, Callable[..., Any]] = OrderedDict()  # the user's hooks for a reduced gradient
 
     def settle(self, unit: Unit, lane: Lane, index: int) -> None:
         self.unit, self.lane, self.index = unit, lane, index
@@ -72,7 +74,7 @@ class Slot:
     def give_back_hooks(self) -> None:
         """The parameter is plain for good: its hooks are torch's business again."""
         if self.after_grad:
-            self.param._post_accumulate_grad_hooks = self.after_grad  # type: ignore[assignment]
+            self.param._post_accumulate_grad_hooks = self.after_grad
 
     @property
     def bound(self) -> bool:
@@ -84,18 +86,18 @@ class Slot:
         """The lane's gradients, once they are reduced."""
         grads = self.lane.grads
         assert grads is not None
-        if grads.released:
+        state = grads.use()
+        if state is State.RELEASED:
             raise RuntimeError(
                 f"The gradient of {self.name!r} was used and freed inside backward, as release=True asks for, so it "
                 "cannot be clipped, scaled or read; leave release= out for that (zeor.Offload(grads='host') keeps "
                 "gradients off the device)."
             )
-        if not grads.reduced:
+        if state not in USABLE:
             raise RuntimeError(
                 f"The gradient of {self.name!r} was computed inside zeor.no_sync and is not reduced yet; "
                 "run the last backward of the accumulation outside no_sync first."
             )
-        grads.settle_reader()
         return grads
 
     def grad_is_there(self) -> None:
@@ -107,6 +109,7 @@ class Slot:
 class Unit:
     def __init__(self, index: int, name: str, module: nn.Module | None, slots: Sequence[Slot]):
         self.index, self.name, self.module, self.slots = index, name, module, list(slots)
+        self.place = Place(name, index)
         self.lanes: list[Lane] = []
         self.is_root = False
         # See Note [When a unit's backward is over] in hooks.py.
@@ -121,14 +124,14 @@ class Unit:
         return any(lane.frees for lane in self.lanes)
 
     @property
-    def publishes(self) -> bool:
-        """Its update leaves the other ranks' full parameters stale until slices are gathered."""
-        return any(lane.publishes for lane in self.lanes)
-
-    @property
     def present(self) -> bool:
         """Gathered or on its way."""
         return all(lane.full.inflated for lane in self.lanes)
+
+    def place_lanes(self) -> None:
+        """Its lanes have changed: each knows which it is."""
+        for number, lane in enumerate(self.lanes):
+            lane.place = Place(self.name, self.index, number)
 
     def members(self, lane: Lane) -> list[Slot]:
         """The parameters in one of its lanes, in their order there."""
@@ -136,9 +139,9 @@ class Unit:
 
     def start_gather(self) -> None:
         """Of what is freed between uses; the rest is here, or on its way since the step that changed it."""
-        for number, lane in enumerate(self.lanes):
+        for lane in self.lanes:
             if lane.frees:
-                lane.start_gather(f"gather of unit {self.name!r}" + (f", lane {number}" if number else ""))
+                lane.start_gather(lane.place.gather)
 
     def wait(self) -> None:
         for lane in self.lanes:
@@ -164,17 +167,17 @@ def gather_values(lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
     """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
     lane.settle()
     lane.keep_writes()
-    mesh = lane.mesh
-    source = lane.mine.to(mesh.device)
+    axis = lane.axes.shard
+    source = lane.mine.to(axis.device)
     whole = lane.full.flat if not lane.frees else None
     if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
         # Compute is only a cast of what the user gave: the master is exact.
         lane.master.fetch()
         source = lane.master.values
-        whole = source if lane.updates_whole or mesh.world == 1 else None
+        whole = source if lane.updates_whole or axis.size == 1 else None
     if whole is None:
         whole = torch.empty(lane.layout.numel, dtype=source.dtype, device=source.device)
-        verbs.gather(mesh, whole, source, "gather of full parameters").wait()
+        verbs.gather(axis, whole, source, "gather of full parameters").wait()
     values = {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
     if lane.master is not None:
         lane.master.spill()

@@ -42,18 +42,13 @@ class DiskFolder(OwnFolder):
         super().__init__(folder, job)
         self._count = 0
         self._lock = threading.Lock()
-        self._direct = _Direct(self.folder)
+        self._direct = _Direct(self.folder)  # whether whole pages go past the page cache here
         self.workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="zeor-disk")
         try:
             self._direct.try_out(_File(self, array_name("try"), self._direct))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether whole pages go past the page cache here."""
-        return self._direct.works
 
     def array(self, name: str, numel: int, dtype: torch.dtype) -> DiskArray:
         """An array of zeros whose space is taken now. Two may have the same name."""

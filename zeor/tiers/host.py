@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -89,12 +89,6 @@ class HostArena:
             for block in self._blocks:
                 block.unpin()
 
-    def __enter__(self) -> HostArena:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("This HostArena is closed and gives no more memory; make a new one.")
@@ -102,7 +96,9 @@ class HostArena:
     def _allocate(self, nbytes: int) -> Tensor:
         """All of a new block."""
         self._blocks = [block for block in self._blocks if block.is_mapped]
-        _check_free(nbytes)
+        free_nbytes = free_host_nbytes()
+        if free_nbytes is not None and nbytes > free_nbytes:
+            raise _too_little(nbytes, free_nbytes, "")
         try:
             block, memory = _Block.mapped(nbytes)
         except (OSError, MemoryError) as error:
@@ -180,12 +176,6 @@ class _Block:
         self.is_mapped, self._pages = False, None
 
 
-def _check_free(nbytes: int) -> None:
-    free_nbytes = free_host_nbytes()
-    if free_nbytes is not None and nbytes > free_nbytes:
-        raise _too_little(nbytes, free_nbytes, "")
-
-
 def _too_little(nbytes: int, free_nbytes: int | None, why: str) -> RuntimeError:
     free = "an unknown amount" if free_nbytes is None else f"{free_nbytes / _GIB:.2f} GiB"
     return RuntimeError(
@@ -197,15 +187,16 @@ def _too_little(nbytes: int, free_nbytes: int | None, why: str) -> RuntimeError:
 
 def free_host_nbytes() -> int | None:
     """What can be allocated on this host without swapping, limits of containers included; None: nothing is known."""
-    found = [nbytes for nbytes in (_free_of_system(), *_free_of_groups()) if nbytes is not None]
-    return min(found, default=None)
+    kib = _number(_PROC / "meminfo", "MemAvailable:")
+    return min([*_free_of_groups(), *([] if kib is None else [kib * 1024])], default=None)
 
 
-def _free_of_system() -> int | None:
+def _number(file: Path, name: str) -> int | None:
+    """What stands behind a name in a file of the system's; None: nothing does."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (_PROC / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        for line in file.read_text().splitlines():
+            if line.split(maxsplit=1)[:1] == [name]:
+                return int(line.split()[1])
     return None
 
 
@@ -219,18 +210,9 @@ def _free_of_groups() -> Iterator[int]:
             with contextlib.suppress(OSError, ValueError):  # not there, or "max": no limit
                 limit_nbytes = int((folder / limit).read_text())
                 left_nbytes = limit_nbytes - int((folder / used).read_text())
-                cached_nbytes = sum(_stat(folder, name) for name in kept)
+                # Cached files make way for memory that is asked for.
+                cached_nbytes = sum(_number(folder / "memory.stat", name) or 0 for name in kept)
                 yield max(0, left_nbytes + min(cached_nbytes, limit_nbytes))
-
-
-def _stat(folder: Path, name: str) -> int:
-    """A number of memory.stat; cached files, say, make way for memory that is asked for."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
 
 
 def _group_folders() -> set[Path]:

@@ -46,26 +46,21 @@ class Master:
         self.pending: Pending | None = None
         self._device = values.device
         self._buffer: FullBuffer | None = None
-        self._own: Rest | None = None
+        self.own: Rest | None = None  # the values themselves at rest, where they are not split
         same = values.dtype == compute.dtype and (values.data_ptr() == compute.tensor.data_ptr() or compute.away)
         if same and not wide:
-            self.format, self._own = "compute", compute
+            self.format, self.own = "compute", compute
         elif compute.dtype == torch.bfloat16 and values.dtype == torch.float32 and not wide:
             self.format = "split"
             kept = home or _beside(values)
             self.remainder = kept(values.numel(), torch.int16, "remainder")
         else:
             self.format = "wide"
-            self._own = Rest(values) if home is None else home(values.numel(), values.dtype, "master")
+            self.own = Rest(values) if home is None else home(values.numel(), values.dtype, "master")
         if self.away or self.format == "split":
             self._buffer = FullBuffer(values.numel(), values.dtype, values.device, ledger, "master")
             self._buffer.free()
         self.store(0, values)
-
-    @property
-    def own(self) -> Rest | None:
-        """The values themselves at rest, where they are not split."""
-        return self._own
 
     @property
     def away(self) -> bool:
@@ -76,8 +71,8 @@ class Master:
         """What an update reads and writes: compute and remainder, compute and master, or the master alone."""
         if self.remainder is not None:
             return {"compute": self.compute, "remainder": self.remainder}
-        assert self._own is not None
-        return {"master": self._own} if self.format == "compute" else {"compute": self.compute, "master": self._own}
+        assert self.own is not None
+        return {"master": self.own} if self.format == "compute" else {"compute": self.compute, "master": self.own}
 
     def move(self, home: Home) -> None:
         """The remainder to another tier. Anything else stays where it was made: segments lie over it."""
@@ -96,8 +91,8 @@ class Master:
         """All values, flat; to be used between fetch and spill."""
         if self._buffer is not None:
             return self._buffer.flat
-        assert self._own is not None
-        return self._own.tensor
+        assert self.own is not None
+        return self.own.tensor
 
     def part(self, begin: int, shape: tuple[int, ...]) -> Tensor:
         """A tensor over the values from `begin` on that stays valid as an object while they are away."""
@@ -133,8 +128,8 @@ class Master:
             compute, remainder = (rest.read(part.start, part.stop).to(into.device) for rest in arrays)
             join_into(into, compute, remainder)
         else:
-            assert self._own is not None
-            into.copy_(self._own.read(part.start, part.stop))
+            assert self.own is not None
+            into.copy_(self.own.read(part.start, part.stop))
 
     @torch.no_grad()
     def spill(self) -> None:
@@ -166,9 +161,9 @@ class Master:
             self.compute.tensor[part].copy_(compute)
             self.remainder.tensor[part].copy_(remainder)
             return
-        assert self._own is not None
-        if self._own.tensor.data_ptr() != values.data_ptr():
-            self._own.tensor[part].copy_(values)
+        assert self.own is not None
+        if self.own.tensor.data_ptr() != values.data_ptr():
+            self.own.tensor[part].copy_(values)
         if self.format == "wide":
             self._cast(begin, values)
 
@@ -183,7 +178,7 @@ class Master:
 
     def nbytes(self) -> int:
         """Resident bytes beside compute, on whatever tier."""
-        kept = self.remainder if self.remainder is not None else self._own if self.format == "wide" else None
+        kept = self.remainder if self.remainder is not None else self.own if self.format == "wide" else None
         return 0 if kept is None else kept.tensor.untyped_storage().nbytes() if kept.tier == "device" else kept.nbytes
 
 

@@ -10,6 +10,7 @@ the computation is on the CPU the tiers are the same, so that everything can be 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from zeor.memory.buffers import lasting
 from zeor.plan import Offload
 from zeor.tiers.files import DiskArray, DiskFolder
 from zeor.tiers.host import HostArena
-from zeor.tiers.lines import Leaving, Line
+from zeor.tiers.streams import Leaving, SideStream
 
 
 class Rest:
@@ -88,10 +89,8 @@ class Store:
 
     def __init__(self, offload: Offload | None, device: torch.device):
         self._offload, self._device = offload, device
-        self._arena: HostArena | None = None
-        self._folder: DiskFolder | None = None
         self.nbytes = {"device": 0, "host": 0, "disk": 0}  # made so far
-        self.fetches, self.spills = Line(device), Line(device)  # host -> device, and back
+        self.fetches, self.spills = SideStream(device), SideStream(device)  # host -> device, and back
         self.leaving = Leaving()  # gradients on their way there
 
     def make(self, tier: str, numel: int, dtype: torch.dtype, name: str) -> Rest:
@@ -104,16 +103,11 @@ class Store:
         file = self.folder.array(name, numel, dtype)
         return Rest(file.tensor, "disk", file)
 
-    @property
+    @cached_property
     def arena(self) -> HostArena:
-        if self._arena is None:
-            pin = self._offload is None or self._offload.pin
-            self._arena = HostArena(pin=pin and self._device.type != "cpu")
-        return self._arena
+        return HostArena(pin=(self._offload is None or self._offload.pin) and self._device.type != "cpu")
 
-    @property
+    @cached_property
     def folder(self) -> DiskFolder:
-        if self._folder is None:
-            assert self._offload is not None and self._offload.folder is not None
-            self._folder = DiskFolder(self._offload.folder)
-        return self._folder
+        assert self._offload is not None and self._offload.folder is not None
+        return DiskFolder(self._offload.folder)

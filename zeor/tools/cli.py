@@ -1,6 +1,6 @@
 """The `zeor` command: finds the subcommand, and the nearest name where there is none.
 
-Each subcommand is a module of this folder with add_arguments(parser) and run(options).
+Each subcommand has a function that adds its arguments to a parser, and one that runs with the options read.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from zeor.tools import export, inspect, plan, schedule, train
+from zeor.tools import checkpoints, plan, train
 from zeor.tools.importers import command
-from zeor.tools.stopping import EXIT_CODE
 
 COMMANDS = {
-    "train": (train, "train a small GPT on local ranks and show what sharding saves"),
-    "plan": (plan, "bytes per rank and role, before anything is allocated"),
-    "schedule": (schedule, "the actions of one training step"),
-    "inspect": (inspect, "what a checkpoint holds, and whether it is sound"),
-    "export": (export, "plain safetensors out of a checkpoint"),
-    "import": (command, "a checkpoint of PyTorch, DeepSpeed or DCP, made one of zeor's"),
-}
+    "train": (train.add_arguments, train.run, "train a small GPT on local ranks and show what sharding saves"),
+    "plan": (plan.add_arguments, plan.run, "bytes per rank and role, before anything is allocated"),
+    "schedule": (plan.add_schedule_arguments, plan.run_schedule, "the actions of one training step"),
+    "inspect": (
+        checkpoints.add_inspect_arguments, checkpoints.run_inspect, "what a checkpoint holds, and whether it is sound",
+    ),
+    "export": (checkpoints.add_export_arguments, checkpoints.run_export, "plain safetensors out of a checkpoint"),
+    "import": (command.add_arguments, command.run, "a checkpoint of PyTorch, DeepSpeed or DCP, made one of zeor's"),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,10 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         known = [name for action in subparser._actions for name in action.option_strings]
         subparser.error(f"there is no option {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
     try:
-        return COMMANDS[options.command][0].run(options)
+        return COMMANDS[options.command][1](options)
     except KeyboardInterrupt:
         print(f"zeor {options.command}: interrupted.", file=sys.stderr)
-        return EXIT_CODE
+        return train.EXIT_CODE
     except BrokenPipeError:  # whoever reads the output (head, a pager) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
         return 0
@@ -53,10 +54,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"zeor {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     subparsers = {}
-    for name, (module, summary) in COMMANDS.items():
+    for name, (add_arguments, _, summary) in COMMANDS.items():
         description = f"{summary[0].upper()}{summary[1:]}."
         subparsers[name] = commands.add_parser(name, help=summary, description=description)
-        module.add_arguments(subparsers[name])
+        add_arguments(subparsers[name])
     return parser, subparsers
 
 

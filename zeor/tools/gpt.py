@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
 
 
 class MLP(nn.Module):
@@ -56,7 +57,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        narrow: Tensor = self.down(functional.gelu(self.up(x)))
+        return narrow
 
 
 class Block(nn.Module):
@@ -71,7 +73,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -98,7 +101,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def _init(module: nn.Module) -> None:
@@ -110,7 +114,7 @@ def _init(module: nn.Module) -> None:
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy per token, in nats; in fp32, whatever the model computes in."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def encode(text: str | bytes) -> Tensor:

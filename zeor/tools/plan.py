@@ -3,9 +3,12 @@
     zeor plan --size 7b                                        # by role, without activations
     zeor plan --size 7b --precision bf16 --offload host --batch 8 2048   # by tier, with activations
     zeor plan --precision bf16 --moments int8 --release --fits 24 40 80  # host GiB that each model needs beside a GPU
+    zeor schedule                                              # the actions of one training step, unit by unit
+    zeor schedule --record                                     # and what a step on CPU ranks did, beside it
 
 Nothing is allocated: the model is built on the meta device, its shapes are read, and forward and backward run without
-values. Only this file in tools/ asks the planner.
+values; no rank is started, but by --record (record.py). Only this file in tools/ asks the planner, and
+step/schedule.py, whose schedule is data.
 """
 
 from __future__ import annotations
@@ -15,16 +18,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 import zeor
+from zeor.memory.roles import Sizes
+from zeor.model.discover import find_units
 from zeor.optim.streaming.moments import MOMENTS
-from zeor.planner.automatic import OverBudget
-from zeor.planner.fits import beside
+from zeor.plan import Plan
+from zeor.planner.automatic import OverBudgetError
+from zeor.planner.bytes import beside
+from zeor.spec.keys import small_numel
+from zeor.spec.lane_spec import spec_units
+from zeor.spec.places import Places
+from zeor.step.schedule import Schedule, traits_of
 from zeor.tools.gpt import GPT, GPTConfig
+from zeor.tools.record import recorded
 from zeor.tools.show import common_unit, in_unit, paragraph, table
 
 ROLES = ("compute", "grad", "master", "moments")
 # The columns of a table of bytes: resident is the sum of the roles, and the transient bytes come on top of it.
+# No padding: zeor.report() takes it from the layout, as the planner does, so there is nothing to compare.
 COLUMNS = (*ROLES, "resident", "transient")
 TIERS = ("device", "host", "disk", "window", "activations", "device_peak", "host_peak")
 GIB = 1 << 30
@@ -42,10 +55,12 @@ NOT_COUNTED = (
 )
 COUNTED = "Activations are counted for {0} x {1} tokens a rank and step, {how}."
 AGAIN = {
-    "none": "nothing recomputed",
-    "blocks": "blocks recomputed",
-    "offload": "blocks recomputed, inputs on the host",
-}
+    "none": "nothing recomputed", "blocks": "blocks recomputed", "offload": "blocks recomputed, inputs on the host",
+}  # fmt: skip
+MEANINGS = {
+    "layers": "transformer blocks", "width": "width of the residual stream", "heads": "attention heads",
+    "context": "longest sequence", "vocab": "number of tokens",
+}  # fmt: skip
 SIZES = {
     "tiny": GPTConfig(),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50257),
@@ -76,28 +91,16 @@ def meta_model(config: GPTConfig) -> GPT:
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """A built-in size, and options that change it."""
-    parser.add_argument(
-        "--size",
-        choices=SIZES,
-        default="tiny",
-        metavar="NAME",
-        help=f"a built-in size to start from: {', '.join(SIZES)} (default: %(default)s)",
-    )
-    for name, meaning in (
-        ("layers", "transformer blocks"),
-        ("width", "width of the residual stream"),
-        ("heads", "attention heads"),
-        ("context", "longest sequence"),
-        ("vocab", "number of tokens"),
-    ):
+    parser.add_argument("--size", choices=SIZES, default="tiny", metavar="NAME",
+                        help=f"a built-in size to start from: {', '.join(SIZES)} (default: %(default)s)")  # fmt: skip
+    for name, meaning in MEANINGS.items():
         parser.add_argument(f"--{name}", type=int, help=f"{meaning} (default: the size's)")
 
 
 def chosen_size(options: argparse.Namespace) -> GPTConfig:
     """The size that the options describe."""
     base = SIZES[options.size]
-    names = ("layers", "width", "heads", "context", "vocab")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in MEANINGS if getattr(options, name) is not None}
     try:
         return GPTConfig(**{**vars(base), **given})
     except ValueError as error:
@@ -105,45 +108,28 @@ def chosen_size(options: argparse.Namespace) -> GPTConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zeor plan`."""
     add_size_arguments(parser)
-    parser.add_argument(
-        "--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3], help="default: all"
-    )
-    parser.add_argument(
-        "--worlds", type=int, nargs="+", default=[1, 2, 8, 64], metavar="N", help="ranks (default: 1 2 8 64)"
-    )
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16"), help="what forward computes in (default: fp32)"
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=sorted(MOMENTS),
-        default="AdamW",
-        metavar="NAME",
-        help=f"of torch.optim: {', '.join(sorted(MOMENTS))} (default: %(default)s)",
-    )
-
-    add_tier_arguments(parser)
-
-
-def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that ask for bytes by tier, and for peaks."""
-    parser.add_argument("--offload", choices=("host", "disk", "auto"),
-                        help="where master and moments rest (default: device)")  # fmt: skip
-    parser.add_argument("--moments", choices=("exact", "bf16", "int8"), default="exact", help="default: %(default)s")
-    parser.add_argument("--release", action="store_true", help="gradients are used and freed inside backward")
-    parser.add_argument("--recompute", choices=("none", "blocks", "offload"), default="blocks",
-                        help="what a step's activations are counted with (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--batch", type=int, nargs=2, metavar=("SEQUENCES", "TOKENS"), help="count activations too")
-    parser.add_argument("--device-budget", metavar="BYTES", help="of --offload auto, such as 80GiB")
-    parser.add_argument("--host-budget", metavar="BYTES", help="of --offload auto, such as 500GiB")
-    parser.add_argument("--fits", type=float, nargs="+", metavar="GIB", help="GiB of host memory that each size needs "
-                        "beside a GPU of so many GiB, filled first (one rank, stage 3)")  # fmt: skip
+    add = parser.add_argument
+    add("--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3], help="default: all")
+    add("--worlds", type=int, nargs="+", default=[1, 2, 8, 64], metavar="N", help="ranks (default: 1 2 8 64)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="what forward computes in (default: fp32)")
+    known = ", ".join(sorted(MOMENTS))
+    add("--optimizer", choices=sorted(MOMENTS), default="AdamW", metavar="NAME",
+        help=f"of torch.optim: {known} (default: %(default)s)")  # fmt: skip
+    # Options that ask for bytes by tier, and for peaks.
+    add("--offload", choices=("host", "disk", "auto"), help="where master and moments rest (default: device)")
+    add("--moments", choices=("exact", "bf16", "int8"), default="exact", help="default: %(default)s")
+    add("--release", action="store_true", help="gradients are used and freed inside backward")
+    add("--recompute", choices=("none", "blocks", "offload"), default="blocks",
+        help="what a step's activations are counted with (default: %(default)s)")  # fmt: skip
+    add("--batch", type=int, nargs=2, metavar=("SEQUENCES", "TOKENS"), help="count activations too")
+    add("--device-budget", metavar="BYTES", help="of --offload auto, such as 80GiB")
+    add("--host-budget", metavar="BYTES", help="of --offload auto, such as 500GiB")
+    add("--fits", type=float, nargs="+", metavar="GIB", help="GiB of host memory that each size needs beside a GPU of "
+        "so many GiB, filled first (one rank, stage 3)")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """`zeor plan` with its options read."""
     try:
         return _fits(options) if options.fits else _plan(options)
     except ValueError as error:
@@ -160,7 +146,7 @@ def _plan(options: argparse.Namespace) -> int:
         for world in options.worlds:
             try:
                 found[stage, world] = _sizes(options, config, stage, world, by_tier)
-            except OverBudget as error:
+            except OverBudgetError as error:
                 refused.append(f"stage {stage} on {world} rank(s) does not fit: {error}")
     if not found:
         raise SystemExit("\n".join(f"zeor: {line}" for line in refused))
@@ -236,4 +222,40 @@ def _fits(options: argparse.Namespace) -> int:
     print(paragraph(f"GiB of host memory beside a GPU, which is filled first: {settings}. {counted}."))
     print("-: what must be on the GPU does not fit there\n")
     print(table(header, rows))
+    return 0
+
+
+# ---- zeor schedule
+
+
+def one_step(model: nn.Module, world: int, stage: int, prefetch: int = 1) -> Schedule:
+    """The schedule of the first step, whose order of units is that of registration."""
+    plan = Plan.parse({"stage": stage, "prefetch": prefetch})
+    units = find_units(model, None, small_numel(plan, world))
+    lanes = spec_units(units, plan, Sizes(world), Places(plan, torch.device("cpu")))
+    traits = tuple(traits_of(unit.name, found) for unit, found in zip(units, lanes))
+    forward = tuple(range(len(traits)))
+    return Schedule(traits, forward, forward[::-1], plan)
+
+
+def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
+    add_size_arguments(parser)
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: %(default)s")
+    units = "units gathered ahead (default: %(default)s)"
+    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help=units)
+    ran = "run a few steps on so many CPU ranks, and print what was done beside it"
+    parser.add_argument("--record", action="store_true", help=ran)
+
+
+def run_schedule(options: argparse.Namespace) -> int:
+    config = chosen_size(options)
+    model = meta_model(config)
+    try:
+        if options.record:
+            print(recorded(config, options.ranks, options.stage, options.prefetch))
+        else:
+            print(one_step(model, options.ranks, options.stage, options.prefetch))
+    except ValueError as error:
+        raise SystemExit(f"zeor: {error}") from None
     return 0

@@ -44,11 +44,6 @@ def in_unit(nbytes: int, unit_nbytes: int) -> str:
     return f"{nbytes / unit_nbytes:,.2f}"
 
 
-def human_seconds(seconds: float) -> str:
-    """75 -> '1:15'."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need, the first flush left, the others flush right, a rule below the header. A name in
     the header may have several lines."""
@@ -163,7 +158,10 @@ class Progress:
         """As much as `columns` hold: fields go from the last on, whole, as half a number is a wrong number. A bar
         takes what is left, if that is worth it."""
         left_s = (time.monotonic() - self.started_s) / max(done - self.start, 1) * (self.total - done)
-        count, left = f"{self.unit} {done:>{len(str(self.total))}}/{self.total}", f"{human_seconds(left_s)} left"
+        count, left = (
+            f"{self.unit} {done:>{len(str(self.total))}}/{self.total}",
+            f"{int(left_s) // 60}:{int(left_s) % 60:02d} left",
+        )
         while fields and len("  ".join([count, *fields, left])) > columns:
             fields.pop()
         text = "  ".join([count, *fields, left])

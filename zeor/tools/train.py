@@ -7,6 +7,11 @@
 
 The training loop is the one a user would write. Only _measure() asks zeor.report(). No line is longer than a terminal
 of 80 columns, but for paths; every number has a name or a unit beside it.
+
+Ctrl-C: the ranks end their step, save where there is a place for it, and leave. The parent's handler leaves a file, as
+Ctrl-C reaches the parent alone: each rank leads a session of its own. Every rank looks for the file at the end of a
+step, and zeor.preempt lets all of them save after the same one. The parent says in one line what was saved, and exits
+as a shell expects of an interrupted program. A second Ctrl-C ends the ranks at once. Nothing prints a traceback.
 """
 
 from __future__ import annotations
@@ -14,8 +19,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -30,7 +39,7 @@ import zeor
 import zeor.data
 from zeor.tools import gpt
 from zeor.tools.gpt import GPT, GPTConfig
-from zeor.tools.plan import ROLES, predict
+from zeor.tools.plan import COLUMNS, ROLES, predict
 from zeor.tools.show import (
     Progress,
     common_unit,
@@ -42,7 +51,6 @@ from zeor.tools.show import (
     warnings_only,
     wrapped_log,
 )
-from zeor.tools.stopping import StepEnd, Stopped, file_at_ctrl_c, interrupted
 
 TEXT = Path(__file__).parent / "text" / "moby-dick.txt"
 CONTEXT = 64
@@ -51,8 +59,7 @@ VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 512
 WARMUP_STEPS = 20
 CLIP_NORM = 1.0
-# No padding: zeor.report() takes it from the layout, as the planner does, so there is nothing to compare.
-COLUMNS = (*ROLES, "resident", "transient")
+EXIT_CODE = 128 + signal.SIGINT  # of a run that Ctrl-C ended
 LEGEND = (
     f"loss: rank 0's, smoothed, nats per byte; grad_norm: before clipping at {CLIP_NORM:g}; tok/s: tokens a "
     "second, all ranks together; lr: learning rate"
@@ -63,6 +70,7 @@ TABLE_NOTE = (
     "reduction, autograd's gradients and activations are not in it."
 )
 PROMPT = "\n\n"
+Batches = DataLoader[tuple[Tensor, Tensor]]
 SAMPLE_NUMEL = 400
 
 
@@ -102,7 +110,7 @@ class Result(NamedTuple):
     measured: dict[int, dict[str, int]]
 
 
-class TokenWindows(Dataset):
+class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     """Overlapping runs of CONTEXT tokens, each with the same run one token later as its target."""
 
     def __init__(self, tokens: Tensor, stride: int = CONTEXT // 4) -> None:
@@ -120,57 +128,47 @@ class TokenWindows(Dataset):
 def run_rank(settings: TrainSettings, stop: Path | None = None) -> Result | Stopped:
     """Everything one rank does. A file at `stop` means that the user wants it to end."""
     with wrapped_log(enabled=_is_rank_0()):
-        return _run_rank(settings, stop)
+        training, validation = _loaders(settings)
+        model, optimizer = _build(settings, settings.stage)
+        before = _validate(model, validation)
+        _say(f"validation loss {before:.3f} nats per byte before training. While it trains:")
+        _say(paragraph(f"  {LEGEND}", indent="  "))
+        try:
+            steps, seconds = _train(model, optimizer, training, settings, stop)
+        except zeor.Preempted as stopped:
+            return Stopped(stopped.step, str(stopped.path))
+        rss_nbytes = resident_nbytes()
+        after = _validate(model, validation)
+        sample = _sample(model, settings.seed)
+        del model, optimizer
+        stages, tokens = (0, 1, 2, 3), steps * settings.batch * settings.ranks * CONTEXT
+        return Result(
+            before, after, steps, seconds, tokens / seconds, rss_nbytes, sample,
+            predicted={stage: predict(settings.gpt, settings.ranks, stage, settings.precision) for stage in stages},
+            measured={stage: _measure(settings, stage, training) for stage in stages},
+        )  # fmt: skip
 
 
-def _run_rank(settings: TrainSettings, stop: Path | None) -> Result | Stopped:
-    training, validation = _loaders(settings)
-    model, optimizer = _build(settings, settings.stage)
-    before = _validate(model, validation)
-    _say(f"validation loss {before:.3f} nats per byte before training. While it trains:")
-    _say(paragraph(f"  {LEGEND}", indent="  "))
-    try:
-        steps, seconds = _train(model, optimizer, training, settings, stop)
-    except zeor.Preempted as stopped:
-        return Stopped(stopped.step, str(stopped.path))
-    rss_nbytes = resident_nbytes()
-    after = _validate(model, validation)
-    sample = _sample(model, settings.seed)
-    del model, optimizer
-    stages = (0, 1, 2, 3)
-    return Result(
-        before,
-        after,
-        steps,
-        seconds,
-        steps * settings.batch * settings.ranks * CONTEXT / seconds,
-        rss_nbytes,
-        sample,
-        predicted={stage: predict(settings.gpt, settings.ranks, stage, settings.precision) for stage in stages},
-        measured={stage: _measure(settings, stage, training) for stage in stages},
-    )
-
-
-def _loaders(settings: TrainSettings) -> tuple[DataLoader, DataLoader]:
+def _loaders(settings: TrainSettings) -> tuple[Batches, Batches]:
     tokens = gpt.encode(settings.text.read_bytes())
     split = len(tokens) - int(VALIDATION_SHARE * len(tokens))
     validation = TokenWindows(tokens[split:], stride=max(1, (len(tokens) - split) // VALIDATION_WINDOWS))
     training = DataLoader(TokenWindows(tokens[:split]), batch_size=settings.batch, shuffle=True, drop_last=True)
-    return (
-        zeor.data.shard(training, seed=settings.seed),
-        zeor.data.shard(DataLoader(validation, batch_size=64)),
-    )
+    shard = zeor.data.shard
+    return shard(training, seed=settings.seed), shard(DataLoader(validation, batch_size=64))
 
 
 def _build(settings: TrainSettings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(settings.seed)
     model = GPT(settings.gpt)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99))
-    return zeor.shard(model, optimizer, stage=stage, precision=settings.precision)
+    sharded: tuple[GPT, torch.optim.Optimizer]
+    sharded = zeor.shard(model, optimizer, stage=stage, precision=settings.precision)
+    return sharded
 
 
 def _train(
-    model: GPT, optimizer: torch.optim.Optimizer, training: DataLoader, settings: TrainSettings, stop: Path | None
+    model: GPT, optimizer: torch.optim.Optimizer, training: Batches, settings: TrainSettings, stop: Path | None
 ) -> tuple[int, float]:
     """The loop; returns the steps it took, and the seconds."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings.steps))
@@ -190,13 +188,8 @@ def _train(
         smooth_loss = loss.item() if step == first + 1 else 0.9 * smooth_loss + 0.1 * loss.item()
         if progress.due(step):
             speed = (step - first) * x.numel() * settings.ranks / (time.perf_counter() - started_s)
-            progress.update(
-                step,
-                f"loss {smooth_loss:.2f}",
-                f"grad_norm {float(grad_norm):.2f}",
-                f"{speed:,.0f} tok/s",
-                f"lr {lr:.1e}",
-            )
+            norm = f"grad_norm {float(grad_norm):.2f}"
+            progress.update(step, f"loss {smooth_loss:.2f}", norm, f"{speed:,.0f} tok/s", f"lr {lr:.1e}")
         end.check(step)
     end.close()
     if settings.save is not None and first < settings.steps:
@@ -206,7 +199,7 @@ def _train(
     return settings.steps - first, time.perf_counter() - started_s
 
 
-def _resume(model: GPT, optimizer: Any, schedule: Any, training: DataLoader, settings: TrainSettings) -> int:
+def _resume(model: GPT, optimizer: Any, schedule: Any, training: Batches, settings: TrainSettings) -> int:
     """Go on from the latest checkpoint of --save, if there is one; returns how many steps are done."""
     if settings.save is None or not any(settings.save.glob("step-*")):
         return 0
@@ -215,7 +208,7 @@ def _resume(model: GPT, optimizer: Any, schedule: Any, training: DataLoader, set
     return min(step, settings.steps)
 
 
-def _endless(loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+def _endless(loader: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     """Epoch after epoch; zeor.data reshuffles each."""
     while True:
         yield from loader
@@ -231,7 +224,7 @@ def _lr_factor(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def _validate(model: GPT, validation: DataLoader) -> float:
+def _validate(model: GPT, validation: Batches) -> float:
     """Mean loss over the validation windows of all ranks."""
     model.eval()
     mean = torch.stack([gpt.loss(model(x), y).float() for x, y in validation]).mean()
@@ -249,7 +242,7 @@ def _sample(model: GPT, seed: int) -> str:
     return gpt.decode(tokens).strip()
 
 
-def _measure(settings: TrainSettings, stage: int, training: DataLoader) -> dict[str, int]:
+def _measure(settings: TrainSettings, stage: int, training: Batches) -> dict[str, int]:
     """Bytes on this rank under the names of COLUMNS, counted after a second backward.
 
     The first step makes the moments; gradients rest between a backward and its step.
@@ -301,11 +294,9 @@ def agreement(predicted: dict[int, dict[str, int]], measured: dict[int, dict[str
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zeor train`; their defaults are those of TrainSettings."""
-    default = TrainSettings()
-    parser.add_argument(
-        "--stage", type=int, choices=(0, 1, 2, 3), default=default.stage,
-        help="0 replicates everything, 3 shards everything (default: %(default)s)",
-    )  # fmt: skip
+    default, add = TrainSettings(), parser.add_argument
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=default.stage,
+        help="0 replicates everything, 3 shards everything (default: %(default)s)")  # fmt: skip
     for name, kind, meaning in (
         ("ranks", _positive, "local processes to train on"),
         ("steps", _positive, "training steps"),
@@ -315,18 +306,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("lr", float, "AdamW's highest learning rate: a warm-up leads to it, a cosine away from it"),
         ("seed", int, "decides the weights, the order of the data and the sample"),
     ):
-        help_text = f"{meaning} (default: %(default)s)"
-        parser.add_argument(f"--{name}", type=kind, default=getattr(default, name), help=help_text)
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default=default.precision,
-        help="what forward and backward compute in; the master stays fp32 (default: fp32)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--text", type=Path, default=default.text, metavar="FILE",
-        help="any file to learn from, read as bytes (default: Moby-Dick, chapters 1 to 48)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--save", type=Path, default=default.save, metavar="FOLDER",
+        add(f"--{name}", type=kind, default=getattr(default, name), help=f"{meaning} (default: %(default)s)")
+    add("--precision", choices=("fp32", "bf16"), default=default.precision,
+        help="what forward and backward compute in; the master stays fp32 (default: fp32)")  # fmt: skip
+    add("--text", type=Path, default=default.text, metavar="FILE",
+        help="any file to learn from, read as bytes (default: Moby-Dick, chapters 1 to 48)")  # fmt: skip
+    add("--save", type=Path, default=default.save, metavar="FOLDER",
         help="keep checkpoints there, at the end and at Ctrl-C; where there are some it goes on from the latest",
     )  # fmt: skip
 
@@ -339,7 +324,6 @@ def _positive(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`zeor train` with its options read."""
     settings = TrainSettings(**{field.name: getattr(options, field.name) for field in fields(TrainSettings)})
     _check_text(settings)
     sizes = settings.gpt
@@ -376,16 +360,73 @@ def _check_text(settings: TrainSettings) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeor.tools.train", description="Train a small GPT on local ranks with ZeRO."
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
+# ---- Ctrl-C
+
+
+class Stopped(NamedTuple):
+    """What a rank hands back in place of a result."""
+
+    step: int
+    path: str
+
+
+@contextmanager
+def file_at_ctrl_c(wanted: bool) -> Iterator[Path | None]:
+    """A path where a file appears at the first Ctrl-C; the second raises KeyboardInterrupt. None, and the first one
+    does, where nothing is `wanted`."""
+    if not wanted:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="zeor-train-") as folder:
+        flag = Path(folder) / "stop"
+
+        def note(number: int, frame: Any) -> None:
+            if flag.exists():
+                raise KeyboardInterrupt
+            flag.touch()
+            _tell("interrupted; it ends its step and saves. Press Ctrl-C again to leave at once.")
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield flag
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class StepEnd:
+    """What a rank does at the end of a step: nothing, without a folder."""
+
+    def __init__(self, folder: Path | None, flag: Path | None, model: Any, optimizer: Any, **also: Any) -> None:
+        self._flag, self._stop = flag, None
+        if folder is not None:
+            self._stop = zeor.preempt(folder, model, optimizer, signals="SIGTERM", exit_code=None, **also)
+
+    def check(self, step: int) -> None:
+        """Raise zeor.Preempted on every rank, after a save, where the parent was interrupted."""
+        if self._stop is not None:
+            if self._flag is not None and self._flag.exists():
+                signal.raise_signal(signal.SIGTERM)
+            self._stop.check(step)
+
+    def close(self) -> None:
+        if self._stop is not None:
+            self._stop.close()
+
+
+def interrupted(saved: Stopped | None, folder: Path | None) -> int:
+    """Say what became of the run, and give the exit code."""
+    if saved is not None:
+        _tell(f"stopped after step {saved.step}, which is saved in {saved.path}; the same command goes on from there.")
+    elif folder is not None:
+        _tell(f"interrupted; nothing new was saved in {folder}.")
+    else:
+        _tell("interrupted; nothing was saved. With --save FOLDER it saves then, and goes on from there.")
+    return EXIT_CODE
+
+
+def _tell(text: str) -> None:
+    print(f"zeor train: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    # The ranks import run_rank by name, and it must not be __main__'s.
-    from zeor.tools.train import main as imported_main
-
-    raise SystemExit(imported_main())
+    raise SystemExit("zeor: training is started by `zeor train`, or by `python -m zeor.tools.cli train`.")

@@ -163,7 +163,7 @@ def save_on_bad_disk(what: str, bad: int) -> str:
     run = run_of(model, optimizer)
     try:
         disk = _Refusing(what if dist.get_rank() == bad else "")
-        write(run.mesh, run.lineage, collect(run, None, None), Destination(Path("run"), 3, 3), disk)
+        write(run.everyone, run.lineage, collect(run, None, None), Destination(Path("run"), 3, 3), disk)
     except zeor.CheckpointError as error:
         return str(error)
     return ""

@@ -24,7 +24,7 @@ from zeor.checkpoint.api import save
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.weights.export import export
-from zeor.checkpoint.weights.outfiles import OutFiles, Planned, divide, parse_size
+from zeor.checkpoint.weights.hf_folder import OutFiles, Planned, divide, parse_size
 from zeor.checkpoint.weights.pretrained import load_pretrained
 from zeor.memory.formats import cast_into
 
@@ -305,16 +305,16 @@ class FullDisk(Disk):
 
 
 def fail_on(out: str, writes: int) -> str:
-    import zeor.checkpoint.weights.outfiles as outfiles
+    import zeor.checkpoint.weights.hf_folder as hf_folder
 
     model = zeor.shard(tied(seed=5), stage=3)
-    kept, outfiles.DISK = outfiles.DISK, FullDisk(writes)
+    kept, hf_folder.DISK = hf_folder.DISK, FullDisk(writes)
     try:
         export(model, out, max_file=200)
     except CheckpointError as error:
         return str(error)
     finally:
-        outfiles.DISK = kept
+        hf_folder.DISK = kept
     return ""
 
 

@@ -14,7 +14,7 @@ import zeor
 from tests import loops
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.weights import outfiles
+from zeor.checkpoint.weights import hf_folder
 from zeor.checkpoint.weights.export import export
 
 WHOLE = "model.safetensors"
@@ -107,7 +107,7 @@ def test_a_failure_on_the_way_leaves_nothing_of_it(
 ) -> None:
     theirs = trainers_folder(tmp_path)
     disk = Failing(renames)
-    monkeypatch.setattr(outfiles, "DISK", disk)
+    monkeypatch.setattr(hf_folder, "DISK", disk)
     with pytest.raises(CheckpointError, match="No space left on device"):
         export(loops.net(), tmp_path, max_file="500", config=Config())
     assert len(disk.renamed) == renames and "model.safetensors.index.json" not in disk.renamed

@@ -253,7 +253,7 @@ def test_another_shape_or_kind_of_number_always_raises(ranks, tmp_path):
         )
 
 
-def check_new_head(folder: Path, stage: int) -> dict[str, Tensor]:
+def check_new_head(folder: Path, stage: int, eager: bool) -> dict[str, Tensor]:
     with zeor.on_meta():
         model = loops.net(torch.float32)
     model = zeor.shard(model, stage=stage)
@@ -261,18 +261,46 @@ def check_new_head(folder: Path, stage: int) -> dict[str, Tensor]:
     assert loaded.missing_keys == ["head.weight", "head.bias"]
     with pytest.raises(RuntimeError, match=r"'head\.weight' was on the meta device"):
         model(torch.zeros(1, 6))
-    zeor.init_parameters(model, seed=5, missing_only=True)
+    zeor.init_parameters(model, seed=5, missing_only=True, eager=eager)
     return full_state(model)
+
+
+def check_whole_model(stage: int) -> dict[str, Tensor]:
+    with zeor.on_meta():
+        model = loops.net(torch.float32)
+    model = zeor.shard(model, stage=stage)
+
+    def init(module: nn.Module) -> None:
+        if module is model:
+            model.scale.fill_(0.0)  # Net has no initialiser of its own
+
+    zeor.init_parameters(model, seed=5, init=init)
+    return full_state(model)
+
+
+def without_head(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if not name.startswith("head")}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_new_head_on_loaded_weights(ranks, tmp_path, stage):
-    state = loops.net(torch.float32).state_dict()
-    save_file({k: v for k, v in state.items() if not k.startswith("head")}, tmp_path / "model.safetensors")
+    """A stream by position knows seed and name alone: the head is as if all of the model had been drawn."""
+    loaded = without_head(loops.net(torch.float32).state_dict())
+    save_file(loaded, tmp_path / "model.safetensors")
+    (drawn,) = ranks(check_whole_model, 1, 3)
+    assert not torch.equal(drawn["head.weight"], loops.net(torch.float32).head.weight)
+    for found in ranks(check_new_head, 2, tmp_path, stage, False):
+        assert_same(found, {**drawn, **loaded})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_new_head_drawn_as_a_plain_module_draws_it(ranks, tmp_path, stage):
+    loaded = without_head(loops.net(torch.float32).state_dict())
+    save_file(loaded, tmp_path / "model.safetensors")
     torch.manual_seed(5)
     head = nn.Linear(6, 5)
-    wanted = {**state, "head.weight": head.weight.detach(), "head.bias": head.bias.detach()}
-    for found in ranks(check_new_head, 2, tmp_path, stage):
+    wanted = {**loaded, "head.weight": head.weight.detach(), "head.bias": head.bias.detach()}
+    for found in ranks(check_new_head, 2, tmp_path, stage, True):
         assert_same(found, wanted)
 
 

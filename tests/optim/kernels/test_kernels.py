@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
+from tests.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
 from zeor.memory.formats import cast_into, split_into
 from zeor.memory.small import decode_into, encode_into, storage_of
 from zeor.optim.kernels.adam import MOMENTS, AdamRun, AdamSettings, _log2_in_two_parts
 from zeor.optim.kernels.protocol import check_run
-from zeor.optim.kernels.reference import adam_pass_reference, sgd_pass_reference
 from zeor.optim.kernels.registry import supports, unavailable_reason
 from zeor.optim.kernels.sgd import SGDRun, SGDSettings
 
@@ -251,7 +251,7 @@ def test_importing_the_module_leaves_triton_and_the_device_alone():
     # torch itself may bring Triton along: only what this module adds counts.
     program = (
         "import sys, torch; before = 'triton' in sys.modules\n"
-        "import zeor.optim.kernels.registry, zeor.optim.kernels.reference\n"
+        "import zeor.optim.kernels.registry\n"
         "assert ('triton' in sys.modules) == before and 'zeor.optim.kernels.triton' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()"
     )

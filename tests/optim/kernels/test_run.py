@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 import zeor
 from tests import loops
-from zeor.optim.kernels import adam, reference, registry, sgd
+from tests.optim.kernels import reference
+from zeor.optim.kernels import adam, registry, sgd
 from zeor.optim.kernels.protocol import Kernel, LaunchOver, Tensors
 
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -26,6 +27,13 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
 }
+MAKE["momentum in one group"] = lambda model: torch.optim.SGD(
+    [
+        {"params": model.head.parameters(), "momentum": 0.9},
+        {"params": [model.scale, *model.blocks.parameters()]},
+    ],
+    lr=0.1,
+)
 HOW: dict[str, dict[str, Any]] = {"resident": {}, "streamed": {"offload": zeor.Offload(chunk=256)}}
 
 

@@ -39,14 +39,14 @@ def begin(make: Callable, stage: int) -> tuple[dict[str, Tensor], list[Piece]]:
     _, optimizer = zeor.shard(model, make(model), stage=stage)
     loops.train(model, optimizer, range(2), loops.own_loss)
     with zeor.full_params(model):
-        return loops.values(model), list(_state(model).steppers[0].pieces())
+        return loops.values(model), list(_state(model).steppers[0].state.pieces())
 
 
 def go_on(make: Callable, stage: int, weights: dict[str, Tensor], pieces: list[Piece]) -> dict[str, Tensor]:
     model = loops.net(seed=99)
     _, optimizer = zeor.shard(model, make(model), stage=stage)
     model.load_state_dict(weights)
-    _state(model).steppers[0].put(pieces)
+    _state(model).steppers[0].state.put(pieces)
     loops.train(model, optimizer, range(2, 4), loops.own_loss)
     with zeor.full_params(model):
         return loops.values(model)
@@ -89,7 +89,7 @@ def check_unknown() -> None:
     model = loops.net()
     zeor.shard(model, adamw(model), stage=3)
     with pytest.raises(ValueError, match="There is state for 'elsewhere', which AdamW does not hold"):
-        _state(model).steppers[0].put([Piece("elsewhere", ("exp_avg",), 0, torch.zeros(3))])
+        _state(model).steppers[0].state.put([Piece("elsewhere", ("exp_avg",), 0, torch.zeros(3))])
 
 
 def test_pieces_of_a_parameter_that_is_not_there_are_refused(ranks):

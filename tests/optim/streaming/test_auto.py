@@ -15,9 +15,9 @@ from torch import nn
 import zeor
 from zeor.access.sharded import state_of
 from zeor.optim.streaming import auto as automatic
+from zeor.optim.streaming.auto import Room, choose
 from zeor.spec import places
 from zeor.tiers import host
-from zeor.tiers.placement import Room, choose
 
 CHUNK = 256
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeor.memory.device import use_threads
 from zeor.optim.streaming.host import (
     AHEAD,
     CUT_NUMEL,
@@ -24,10 +25,9 @@ from zeor.optim.streaming.host import (
     _Turns,
     batch_numel,
     default_threads,
-    use_threads,
 )
-from zeor.tiers.lines import Mark
 from zeor.tiers.rest import Rest
+from zeor.tiers.streams import StreamEvent
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_lanes_follow_one_another_and_an_error_is_its_lane_s_alone() -> None:
     with pytest.raises(ArithmeticError, match="no step today"):
         found[1].result(timeout=30)
     for number in (0, 2):
-        assert isinstance(found[number].result(timeout=30).updated, Mark)
+        assert isinstance(found[number].result(timeout=30).updated, StreamEvent)
         master, compute, _ = lanes[number]
         wanted = torch.zeros(320).sub_(torch.arange(1, 321.0).mul_(0.5), alpha=0.1)
         assert torch.equal(master, wanted)
@@ -143,7 +143,7 @@ def test_threads_are_this_rank_s_share_and_given_back(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_threads() == 4
     before = torch.get_num_threads(), sys.getswitchinterval()
-    with contextlib.suppress(KeyError), use_threads(2):
+    with contextlib.suppress(KeyError), use_threads(2), _Turns.short():
         assert torch.get_num_threads() == 2 and sys.getswitchinterval() < before[1]
         raise KeyError
     assert (torch.get_num_threads(), sys.getswitchinterval()) == before

@@ -26,7 +26,7 @@ LR, STEPS = 1e-2, 5
 
 def moments_of(model: Any) -> dict[tuple[str, str], torch.Tensor]:
     stepper = state_of(model).steppers[0]
-    return {(p.name, str(p.key[0])): p.value.clone() for p in stepper.pieces() if p.begin is not None}
+    return {(p.name, str(p.key[0])): p.value.clone() for p in stepper.state.pieces() if p.begin is not None}
 
 
 def check_each_step(format: str, options: dict[str, Any]) -> int:
@@ -36,7 +36,7 @@ def check_each_step(format: str, options: dict[str, Any]) -> int:
     checked = 0
     for step in range(4):
         stored, wanted = state_of(inexact[0]).steppers[0], state_of(exact[0]).steppers[0]
-        wanted.put(list(stored.pieces()))
+        wanted.state.put(list(stored.state.pieces()))
         with zeor.full_params(inexact[0]), zeor.full_params(exact[0], write=True), torch.no_grad():
             for mine, theirs in zip(exact[0].parameters(), inexact[0].parameters()):
                 mine.copy_(theirs)

@@ -350,7 +350,7 @@ def test_a_damaged_file_is_told_from_one_that_is_refused(tmp_path: Path, allow: 
     (tmp_path / "empty.pt").touch()
     for name in ("cut.pt", "junk.pt", "text.pt", "empty.pt"):
         for given in (tmp_path / name, io.BytesIO((tmp_path / name).read_bytes())):
-            with pytest.raises(unpickle.Refused, match=f"^{name} is no PyTorch file, or is damaged"):
+            with pytest.raises(unpickle.RefusedError, match=f"^{name} is no PyTorch file, or is damaged"):
                 unpickle.read_torch(given, name, allow)
     for name in ("new.pt", "old.pt"):
         assert torch.equal(unpickle.read_torch(tmp_path / name, name, allow)["weight"], torch.ones(2))
@@ -360,7 +360,7 @@ def test_a_damaged_file_is_told_from_one_that_is_refused(tmp_path: Path, allow: 
             if allow:
                 assert unpickle.read_torch(given, "e.pt", allow)["n"] == 3
             else:
-                with pytest.raises(unpickle.Refused, match="safe loader refuses"):
+                with pytest.raises(unpickle.RefusedError, match="safe loader refuses"):
                     unpickle.read_torch(given, "e.pt", allow)
     assert not (tmp_path / "made").exists()
 

@@ -77,7 +77,7 @@ def test_forged_numpy_objects_do_nothing(tmp_path: Path) -> None:
 def test_each_forged_numpy_object_is_a_stand_in_or_refused(name: str) -> None:
     try:
         found = read({"x": FORGED[name]()})["x"]
-    except unpickle.Refused as error:
+    except unpickle.RefusedError as error:
         assert "it is refused: it holds a numpy array of shape" in str(error) and name == "an array beyond its bytes"
     else:
         assert isinstance(found, inert.StandIn)
@@ -99,7 +99,7 @@ def test_what_a_name_means_is_of_this_project_and_cannot_be_changed(module: str,
     before = dict(vars(owner))
     for state in ({"__call__": len, "items": len}, (None, {"__call__": len, "_call": len, "dtype": len})):
         program = f"c{module}\n{name}\n".encode() + pickle.dumps(state, 2)[2:-1] + b"b."
-        with pytest.raises((inert.Refused, TypeError, AttributeError)):
+        with pytest.raises((inert.RefusedError, TypeError, AttributeError)):
             inert.Unpickler(io.BytesIO(program)).load()
     assert vars(owner) == before
     for arguments in ABSURD:
@@ -107,7 +107,7 @@ def test_what_a_name_means_is_of_this_project_and_cannot_be_changed(module: str,
             program = b"\x80\x02" + f"c{module}\n{name}\n".encode() + pickle.dumps(arguments, 2)[2:-1] + opcode + b"."
             try:
                 made = inert.settled(inert.Unpickler(io.BytesIO(program)).load())
-            except (inert.Refused, TypeError, ValueError, pickle.UnpicklingError):
+            except (inert.RefusedError, TypeError, ValueError, pickle.UnpicklingError):
                 continue
             assert not callable(made) and (
                 made is None
@@ -209,7 +209,7 @@ def test_a_tensor_made_by_hand_is_read() -> None:
 )
 def test_a_tensor_beyond_its_file_is_refused(parts: Any, place: Any, words: str) -> None:
     file = zipped(program(parts, *place, False, {}))
-    with pytest.raises(unpickle.Refused, match=f"^it is refused: it .*{words}"):
+    with pytest.raises(unpickle.RefusedError, match=f"^it is refused: it .*{words}"):
         unpickle.read_torch(file, "it", True)
 
 
@@ -220,10 +220,10 @@ def test_a_zip_file_made_with_intent_is_refused(tmp_path: Path) -> None:
         (zipped(good, byteorder="big"), "another order of bytes"),
         (zipped(good, storage=None), "lacks the record"),
     ):
-        with pytest.raises(unpickle.Refused, match=words):
+        with pytest.raises(unpickle.RefusedError, match=words):
             unpickle.read_torch(file, "it", True)
         (tmp_path / "file.pt").write_bytes(file.getvalue())
-        with pytest.raises(unpickle.Refused, match=words):
+        with pytest.raises(unpickle.RefusedError, match=words):
             unpickle.read_torch(tmp_path / "file.pt", "it", True)
 
 
@@ -242,13 +242,13 @@ def test_a_tree_without_end_is_refused(tmp_path: Path) -> None:
         value = [value, value]
     over = unpickle.HandOver()
     over._count = unpickle._MOST_VALUES - 1000
-    with pytest.raises(unpickle.Refused, match="more than 20,000,000 values"):
+    with pytest.raises(unpickle.RefusedError, match="more than 20,000,000 values"):
         over.plain(read({"x": value})["x"])
 
 
 def test_a_process_that_reads_starts_no_other() -> None:
     for event in ("os.system", "subprocess.Popen", "os.fork", "socket.connect"):
-        with pytest.raises(unpickle.Refused, match=event):
+        with pytest.raises(unpickle.RefusedError, match=event):
             unpickle._stay_alone(event, ())
     unpickle._stay_alone("open", ("x",))
 

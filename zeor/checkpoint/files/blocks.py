@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.errors import CheckpointError, readable
 from zeor.checkpoint.files.manifest import FileInfo, new_hash
 from zeor.checkpoint.files.pages import PAGE_NBYTES, Bytes, Scratch, address_of, fits
 from zeor.checkpoint.files.urls import Place, Url
@@ -135,10 +135,8 @@ class BlockReader:
         begin, nbytes, done = index * self._block_nbytes, self._size(index), 0
         hasher, left = new_hash(), parts
         while done < nbytes:
-            try:
+            with readable(self._path):
                 got = self._file.read_into(left, begin + done)
-            except OSError as error:
-                raise CheckpointError(f"{self._path} cannot be read: {error.strerror}.") from error
             if got == 0:
                 raise CheckpointError(f"{self._path} became shorter while it was read.")
             done, left = done + got, _after(left, got)
@@ -200,10 +198,8 @@ class _LocalFile:
     def __init__(self, path: Path, info: FileInfo, alone: bool):
         self._fd, self._direct, self._is_direct = -1, -1, False
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
+        with readable(path):
             self._fd = os.open(path, flags)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
         found = os.fstat(self._fd).st_size
         if found != info.nbytes:
             self.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zeor.checkpoint.files.manifest import MOST_ORDER, Branch, Manifest, branch_in
 from zeor.checkpoint.files.urls import Place
@@ -26,7 +26,7 @@ class Complete(NamedTuple):
 
     step: int
     attempt: int
-    path: Any  # a Path, or a Url of store.py
+    path: Place
     branch: Branch | None = None
     damaged: bool = False  # its manifest does not even begin like one
 

@@ -24,17 +24,18 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from zeor.checkpoint.files import hidden
 from zeor.checkpoint.files import manifest as manifests
 from zeor.checkpoint.files.branches import Complete, ordered, surplus, with_head
 from zeor.checkpoint.files.disk import Disk, FolderEntry
-from zeor.checkpoint.files.errors import CheckpointError
+from zeor.checkpoint.files.errors import CheckpointError, readable
 from zeor.checkpoint.files.hidden import Hidden
 from zeor.checkpoint.files.names import name_of, numbers_of
-from zeor.checkpoint.files.urls import Place
+from zeor.checkpoint.files.urls import Place, Url, names_in
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # what a rename says where something has the name
 _MOST_NAMES = 100  # that other jobs take before one gives up
@@ -42,39 +43,66 @@ _MOST_NAMES = 100  # that other jobs take before one gives up
 log = logging.getLogger("zeor")
 
 
-def complete(folder: Path) -> list[Complete]:
-    """The complete checkpoints of a folder, the latest last. One that is a link counts."""
+def named(folder: Place) -> list[Complete]:
+    """What has the name of a checkpoint: complete, being written, left by a run that died, or half deleted."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in os.listdir(folder):
+        for name in names_in(folder):
             numbers = numbers_of(name)
-            manifest = folder / name / manifests.NAME
-            if numbers and manifest.is_file():
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
-                    found.append(with_head(Complete(*numbers, folder / name), _head(manifest)))
+            if numbers:
+                found.append(Complete(*numbers, folder / name))
+    return sorted(found, key=lambda each: each[:2])
+
+
+def complete(folder: Place) -> list[Complete]:
+    """The complete checkpoints of a folder or URL, the latest last. One that is a link counts."""
+    found = []
+    for each in named(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+            if (each.path / manifests.NAME).is_file():
+                found.append(with_head(each, _head(each.path / manifests.NAME)))
     return ordered(found)
 
 
-def _head(manifest: Path) -> bytes:
+def _head(manifest: Place) -> bytes:
+    if isinstance(manifest, Url):
+        return manifest.read_range(0, manifests.HEAD_NBYTES)
     with open(manifest, "rb") as file:
         return file.read(manifests.HEAD_NBYTES)
 
 
-def find(path: Path) -> Path:
-    """The checkpoint meant by a path: itself, or the latest complete one of a folder."""
-    try:
-        if (path / manifests.NAME).is_file():
-            return path
-        found = complete(path)
-        exists = path.exists()
-    except OSError as error:  # a lost mount, a folder of somebody else
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+def free_number(folder: Place, step: int) -> int:
+    """Of the next attempt at a step: beyond all whose names are taken, by checkpoints or by anything else."""
+    return max((each.attempt + 1 for each in named(folder) if each.step == step), default=0)
+
+
+def find(folder: Place) -> Place:
+    """The checkpoint that is meant: itself, or the latest complete one in it. At a URL, one that can be read."""
+    with readable(folder):
+        if (folder / manifests.NAME).is_file():
+            return folder
+        found = complete(folder)
+        exists = isinstance(folder, Url) or folder.exists()
     if found:
         tell_of_branches(found)
-        return found[-1].path
+    for each in reversed(found):
+        try:
+            if isinstance(folder, Url):
+                read_manifest(each.path)
+            return each.path
+        except CheckpointError as error:
+            log.warning("zeor: %s is passed over: %s", each.path, error)
     if not exists:
-        raise CheckpointError(f"{path} does not exist, so there is no checkpoint to load.")
-    raise CheckpointError(f"{path} holds no complete checkpoint (no step-... folder with a {manifests.NAME}).")
+        raise CheckpointError(f"{folder} does not exist, so there is no checkpoint to load.")
+    what = f"{manifests.NAME} that can be read" if isinstance(folder, Url) else manifests.NAME
+    raise CheckpointError(f"{folder} holds no complete checkpoint (no step-... folder with a {what}).")
+
+
+def latest(folder: Place) -> Complete | None:
+    """The one that `find` would take, as far as can be seen."""
+    with contextlib.suppress(OSError):
+        return next(reversed(complete(folder)), None)
+    return None
 
 
 def tell_of_branches(found: list[Complete]) -> None:
@@ -89,13 +117,11 @@ def tell_of_branches(found: list[Complete]) -> None:
 
 def read_manifest(path: Place) -> manifests.Manifest:
     file = path / manifests.NAME
-    try:
+    with readable(file):
         size = file.stat().st_size
         if size > manifests.MOST_MANIFEST_NBYTES:
             raise CheckpointError(f"{file} is {size} bytes long, more than a manifest may be.")
         data = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
     manifest, numbers = manifests.parse(data, str(file)), numbers_of(path.name)
     if numbers and numbers.step != manifest.step:
         raise CheckpointError(
@@ -110,7 +136,7 @@ class Attempt:
 
     def __init__(self, disk: Disk, folder: Path, step: int):
         self._disk, self._folder, self.step = disk, folder, step
-        self.number = _free_number(folder, step)
+        self.number = free_number(folder, step)
         self.may_move = True  # to the next suffix, where another job takes the name
         self._hidden = Hidden(disk, folder, self.name)
         self.writing = self._hidden.path
@@ -184,7 +210,7 @@ class Attempt:
             if not there:  # deleted again
                 continue
             taken = self.final
-            self.number = _free_number(self._folder, self.step)
+            self.number = free_number(self._folder, self.step)
             log.warning(
                 "zeor: %s was taken by another job while it was written; this one is %s. Give each job a folder of its "
                 "own.", taken, self.name,
@@ -218,6 +244,17 @@ class Attempt:
         return self.abandon()
 
 
+@contextlib.contextmanager
+def abandoned_on_error(attempt: Any) -> Iterator[None]:
+    """Nothing stays of an attempt (or of None) where anything fails inside."""
+    try:
+        yield
+    except BaseException:
+        if attempt is not None:
+            attempt.abandon()
+        raise
+
+
 def clean(disk: Disk, folder: Path, keep: int | None, new: Path | None = None) -> None:
     """Hide and delete all but the last `keep` complete checkpoints, and what dead runs have left. The `new` one stays
     whatever its step: a run that went back to an earlier step must not lose what it saves."""
@@ -233,14 +270,3 @@ def clean(disk: Disk, folder: Path, keep: int | None, new: Path | None = None) -
         hidden.clean(disk, fd)
     if failed is not None:
         raise failed
-
-
-def _free_number(folder: Path, step: int) -> int:
-    """Of the next attempt at a step: beyond all whose names are taken, by checkpoints or by anything else."""
-    taken = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in os.listdir(folder):
-            numbers = numbers_of(name)
-            if numbers and numbers.step == step:
-                taken.append(numbers.attempt)
-    return max(taken, default=-1) + 1

@@ -28,17 +28,16 @@ from zeor.checkpoint.files.names import name_of
 from zeor.checkpoint.files.opening import Opened
 from zeor.checkpoint.files.reading import Need, Wanted, spans, wanted_by_file
 from zeor.checkpoint.files.urls import Place
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
-from zeor.comm.together import raise_first
+from zeor.comm.agree import exchange, raise_first
+from zeor.comm.axes import Axis
 from zeor.comm.transfers import Transfer, move
 
 
 class Files:
     """The files of a checkpoint, as this rank can read them: `files / name`."""
 
-    def __init__(self, mesh: Mesh, opened: Opened):
-        self._mesh, self._opened = mesh, opened
+    def __init__(self, axis: Axis, opened: Opened):
+        self._axis, self._opened = axis, opened
         self._path, self._manifest = opened.path, opened.manifest
         self._spool: Path | None = None
         self._hidden: Hidden | None = None  # the spool, where it lies beside the checkpoint
@@ -62,24 +61,20 @@ class Files:
             shutil.rmtree(self._spool, ignore_errors=True)
 
     def _is_here(self, name: str) -> bool:
-        return not self._opened.holders or self._mesh.rank in self._opened.holders[name]
+        return not self._opened.holders or self._axis.rank in self._opened.holders[name]
 
     def fetch(self, needs: Iterable[Need]) -> None:
         """Every rank calls it. What it leaves unread of `needs`' memory stays unallocated."""
         if not self._opened.holders:
             return
-        wanted = self._not_here(needs)
-        size = self._manifest.block_nbytes
+        files, size = self._manifest.files, self._manifest.block_nbytes
+        everything = wanted_by_file(list(needs))  # no memory is taken for it
+        wanted = {number: items for number, items in everything.items() if not self._is_here(files[number].name)}
         # 1.
         self._round(lambda: {number: [0] for number in wanted})
         self._round(lambda: {number: range(1, -(-self._header_end(number) // size)) for number in wanted})
         # 2.
         self._round(lambda: {number: self._blocks(number, wanted[number]) for number in wanted})
-
-    def _not_here(self, needs: Iterable[Need]) -> dict[int, list[Wanted]]:
-        """What is needed of files that are not here; no memory is taken for it."""
-        files = self._manifest.files
-        return {n: items for n, items in wanted_by_file(list(needs)).items() if not self._is_here(files[n].name)}
 
     def _blocks(self, number: int, wanted: list[Wanted]) -> list[int]:
         info, size = self._manifest.files[number], self._manifest.block_nbytes
@@ -102,10 +97,10 @@ class Files:
                 new.append([number, [block for block in blocks if block not in self._have.get(number, ())]])
         except Exception as error:  # other ranks wait for what this one has
             new, self._problem = [], str(error)
-        requests = exchange(self._mesh, new, "requests for blocks of files")
+        requests = exchange(self._axis, new, "requests for blocks of files")
         label = "fetching of a checkpoint's blocks from other hosts"
-        move(self._mesh, self._transfers(requests), self._read, self._take, label)
-        raise_first(exchange(self._mesh, self._problem, "exchange about fetched blocks"), CheckpointError)
+        move(self._axis, self._transfers(requests), self._read, self._take, label)
+        raise_first(exchange(self._axis, self._problem, "exchange about fetched blocks"), CheckpointError)
 
     def _transfers(self, requests: list[list[tuple[int, list[int]]]]) -> list[Transfer]:
         """The same on every rank; ranks take turns, so that all are served at the same time."""

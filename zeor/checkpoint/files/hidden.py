@@ -60,7 +60,9 @@ class Hidden:
     def make(self) -> None:
         _under_way.add(self.path.name)
         self._lock = self._disk.create(self._lock_path)
-        if not _locked(self._lock):  # then no lock is better than one that looks free
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a filesystem without: then no lock is better than one that looks free
             self._disk.unlink(self._lock_path)
         self._disk.new_folder(self.path)
         self.fd = open_folder(self.path)
@@ -68,9 +70,7 @@ class Hidden:
 
     def is_at(self, path: Path) -> bool:
         """Whether this folder, and no other one, has that name now."""
-        with contextlib.suppress(OSError):
-            return self.identity is not None and _identity(os.lstat(path)) == self.identity
-        return False
+        return self.identity is not None and identity_of(None, path) == self.identity
 
     def remove(self, path: Path | None = None) -> None:
         """It and what is in it, wherever it lies by now (`path`); never another folder."""
@@ -121,14 +121,6 @@ def _started() -> str:
         if CDLL(None).sysctlbyname(b"kern.bootsessionuuid", text, byref(size), None, c_size_t(0)) == 0:
             return text.value.decode()
     return ""
-
-
-def _locked(fd: int) -> bool:
-    """Whether the lock is ours now."""
-    with contextlib.suppress(OSError):  # somebody's; or a filesystem without
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 # ---- what others left
@@ -236,14 +228,17 @@ def identity_of(folder: int | None, name: str | Path) -> Identity | None:
     return None
 
 
-def is_link(folder: int, name: str) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+def _unlinked(disk: Disk, folder: int, name: str) -> bool:
+    """Whether it was a link, which then is gone."""
+    if not stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        return False
+    disk.unlink(FolderEntry(folder, name))
+    return True
 
 
 def prune(disk: Disk, folder: int, name: str) -> None:
     """Delete a checkpoint: hidden first, so that it is there whole or not at all. Of a link, the link."""
-    if is_link(folder, name):
-        disk.unlink(FolderEntry(folder, name))
+    if _unlinked(disk, folder, name):
         return
     with opened(name, folder) as fd:
         foreign = [each for each in disk.names(fd) if not is_own_file(each)]
@@ -253,24 +248,16 @@ def prune(disk: Disk, folder: int, name: str) -> None:
         hidden = removing_name(name)
         disk.rename(FolderEntry(folder, name), FolderEntry(folder, hidden))
         if identity_of(folder, hidden) != _identity(os.fstat(fd)):  # another one has come by this name meanwhile
-            _put_back(disk, folder, hidden, name)
+            if not _unlinked(disk, folder, hidden):  # a folder goes back to its name; a link in its place is gone
+                disk.rename(FolderEntry(folder, hidden), FolderEntry(folder, name))
             return
         empty(disk, fd)
         disk.remove_folder(FolderEntry(folder, hidden))
 
 
-def _put_back(disk: Disk, folder: int, hidden: str, name: str) -> None:
-    """A folder to its name; a link that somebody put in its place goes."""
-    if is_link(folder, hidden):
-        disk.unlink(FolderEntry(folder, hidden))
-    else:
-        disk.rename(FolderEntry(folder, hidden), FolderEntry(folder, name))
-
-
 def remove(disk: Disk, folder: int, name: str, own: Callable[[str], bool] = is_own_file) -> None:
     """A folder in one that is held open, with its own files; OSError where it holds others. Of a link, the link."""
-    if is_link(folder, name):
-        disk.unlink(FolderEntry(folder, name))
+    if _unlinked(disk, folder, name):
         return
     with opened(name, folder) as fd:
         empty(disk, fd, own)

@@ -43,7 +43,7 @@ def new_hash() -> Any:
 def digest(data: Any) -> str:
     hasher = new_hash()
     hasher.update(data)
-    return hasher.hexdigest()
+    return str(hasher.hexdigest())
 
 
 def role_of(number: int, key: Iterable[str | int]) -> str:
@@ -132,9 +132,7 @@ class Manifest:
 
 
 # The canonical text begins with this, so that the branch is known without reading a manifest whole.
-_HEAD = re.compile(
-    rb'\{"hash":"[0-9a-f]{32}","manifest":\{"block_nbytes":[0-9]+,(?:"branch":(\{[^{}]*\}),)?"files":\['
-)
+_HEAD = re.compile(rb'\{"hash":"[0-9a-f]{32}","manifest":\{"block_nbytes":[0-9]+,(?:"branch":(\{[^{}]*\}),)?"files":\[')
 HEAD_NBYTES = 4096
 
 

@@ -1,8 +1,8 @@
 """The names that zeor writes in a folder of checkpoints; nothing of another name is read, counted or deleted.
 
-    step-000000000200, step-000000000200.1    a checkpoint: its step, and which attempt at it
-      manifest.json, rank-00000.safetensors   what is in it
-    .writing-step-..., .removing-step-...     hidden.py's
+step-000000000200, step-000000000200.1    a checkpoint: its step, and which attempt at it
+  manifest.json, rank-00000.safetensors   what is in it
+.writing-step-..., .removing-step-...     hidden.py's
 """
 
 from __future__ import annotations

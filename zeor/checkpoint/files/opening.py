@@ -18,16 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from zeor.checkpoint.files import store
-from zeor.checkpoint.files.branches import Complete, is_newer
-from zeor.checkpoint.files.commit import read_manifest
+from zeor.checkpoint.files.branches import is_newer
+from zeor.checkpoint.files.commit import complete, find, latest, read_manifest
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import NAME, PARAM, FileInfo, Manifest, digest, parse
 from zeor.checkpoint.files.names import listed
 from zeor.checkpoint.files.urls import Place, Url
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
-from zeor.comm.together import raise_first, together
+from zeor.comm.agree import exchange, raise_first, together
+from zeor.comm.axes import Axis
 from zeor.comm.transfers import broadcast_bytes
 
 _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
@@ -58,44 +56,41 @@ class _Look:
         return digest(self.manifest.to_bytes()) if self.manifest else ""
 
 
-def with_newest(mesh: Mesh, folder: Place, use: Callable[[], _T]) -> _T:
+def with_newest(axis: Axis, folder: Place, use: Callable[[], _T]) -> _T:
     """What every rank does with the latest checkpoint of a folder. Where it fails, and a newer one has come since it
     began, it is done again with that: the first one was most likely deleted meanwhile."""
     for tries in range(1, _MOST_TRIES + 1):
-        before = store.latest(folder) if mesh.rank == 0 else None
+        before = latest(folder) if axis.rank == 0 else None
         try:
             return use()
         except CheckpointError as error:
-            if mesh.stuck or tries == _MOST_TRIES or not _has_newer(mesh, folder, before):
+            if axis.stuck or tries == _MOST_TRIES:
                 raise
-            if mesh.rank == 0:
+            newer = axis.rank == 0 and is_newer(latest(folder), before)  # one that was not there
+            if not exchange(axis, newer, "look for a newer checkpoint")[0]:
+                raise
+            if axis.rank == 0:
                 log.warning("zeor: %s A newer checkpoint has come meanwhile, which is taken instead.", error)
     raise AssertionError
 
 
-def _has_newer(mesh: Mesh, folder: Place, before: Complete | None) -> bool:
-    """Whether rank 0 sees one that was not there."""
-    newer = mesh.rank == 0 and is_newer(store.latest(folder), before)
-    return bool(exchange(mesh, newer, "look for a newer checkpoint")[0])
-
-
-def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
+def open_checkpoint(axis: Axis, folder: Place) -> Opened:
     """Every rank calls it; all get the same manifest, or the same error."""
     problem, place, name = "", "", ""
-    if mesh.rank == 0:
+    if axis.rank == 0:
         try:
-            path = store.find(folder)
+            path = find(folder)
             place, name = str(path), "" if path == folder else path.name
         except CheckpointError as error:
             problem = str(error)
-    problem, place, name = exchange(mesh, [problem, place, name], "choice of a checkpoint")[0]
+    problem, place, name = exchange(axis, [problem, place, name], "choice of a checkpoint")[0]
     is_url = isinstance(folder, Url)  # which all ranks share
     if problem and is_url:
         raise CheckpointError(problem)
     if not problem:
         here = folder / name if name else folder
         seen = _look(here) if is_url else _look(Path(place), here)
-        looks = exchange(mesh, [seen.problem, seen.absent, seen.digest], "exchange about a checkpoint's manifest")
+        looks = exchange(axis, [seen.problem, seen.absent, seen.digest], "exchange about a checkpoint's manifest")
         texts, hashes = [text for text, _, _ in looks], {each for _, _, each in looks}
         if not any(texts) and len(hashes) == 1:
             assert seen.manifest is not None
@@ -107,7 +102,7 @@ def open_checkpoint(mesh: Mesh, folder: Place) -> Opened:
         if is_url or (shared and len(set(texts)) == 1):
             raise_first(texts, CheckpointError)
             raise CheckpointError(f"{seen.path} is not the same checkpoint on every rank.")
-    return _choose(mesh, folder, problem)
+    return _choose(axis, folder, problem)
 
 
 def _look(*places: Place) -> _Look:
@@ -168,13 +163,13 @@ class _Candidate:
         return self.order, self.step, self.number, self.digest
 
 
-def _choose(mesh: Mesh, folder: Place, problem: str) -> Opened:
+def _choose(axis: Axis, folder: Place, problem: str) -> Opened:
     mine: dict[_Key, _Candidate] = {}
     try:
         mine = _candidates(folder)
     except OSError as error:  # other ranks may have what is needed
         log.warning("zeor: %s cannot be read: %s.", folder, error.strerror)
-    offers = exchange(mesh, [vars(each) for each in mine.values()], "exchange about the checkpoints of hosts")
+    offers = exchange(axis, [vars(each) for each in mine.values()], "exchange about the checkpoints of hosts")
     offered: dict[_Key, dict[int, _Candidate]] = {}
     for rank, offer in enumerate(offers):
         for values in offer:
@@ -187,23 +182,23 @@ def _choose(mesh: Mesh, folder: Place, problem: str) -> Opened:
         holders = {name: [rank for rank in ranks if name in ranks[rank].present] for name in one.files}
         lost = [name for name in one.files if not holders[name]]
         if not lost:
-            if passed_over and mesh.rank == 0:
+            if passed_over and axis.rank == 0:
                 log.warning("zeor: %s is loaded; a later one is not complete on every host.", one.name)
-            return _opened(mesh, folder, one, min(ranks), holders)
+            return _opened(axis, folder, one, min(ranks), holders)
         passed_over = passed_over or (key, lost)
         if not _was_not_committed(one, lost, holders):
             passed_over = (key, lost)
             break
     if passed_over is None:
         raise CheckpointError(problem or f"{folder} holds no complete checkpoint.")
-    _raise_lost(mesh, folder, mine.get(passed_over[0]), passed_over[1])
+    _raise_lost(axis, folder, mine.get(passed_over[0]), passed_over[1])
     raise AssertionError
 
 
 def _candidates(folder: Place) -> dict[_Key, _Candidate]:
     """What this rank has."""
     found = {}
-    here = [(0, "")] if (folder / NAME).is_file() else [(c.attempt, c.path.name) for c in store.complete(folder)]
+    here = [(0, "")] if (folder / NAME).is_file() else [(c.attempt, c.path.name) for c in complete(folder)]
     for number, name in here:
         path = folder / name if name else folder
         try:
@@ -238,19 +233,19 @@ def _was_not_committed(one: _Candidate, lost: list[str], holders: dict[str, list
     return None not in gone and not any(holders[name] and leads[name] in gone for name in one.files)
 
 
-def _opened(mesh: Mesh, folder: Place, one: _Candidate, source: int, holders: dict[str, list[int]]) -> Opened:
+def _opened(axis: Axis, folder: Place, one: _Candidate, source: int, holders: dict[str, list[int]]) -> Opened:
     """The manifest, to ranks that have none."""
     path = folder / one.name if one.name else folder
 
     def read() -> bytes | None:  # it was there when it was offered: it may be gone by now
-        return read_manifest(path).to_bytes() if mesh.rank == source else None
+        return read_manifest(path).to_bytes() if axis.rank == source else None
 
-    data = together(mesh, read, "reading of a checkpoint's manifest", CheckpointError)
-    data = broadcast_bytes(mesh, data, source, "sending of a checkpoint's manifest")
+    data = together(axis, read, "reading of a checkpoint's manifest", CheckpointError)
+    data = broadcast_bytes(axis, data, source, "sending of a checkpoint's manifest")
     return Opened(path, parse(data, str(path / NAME)), holders)
 
 
-def _raise_lost(mesh: Mesh, folder: Place, mine: _Candidate | None, lost: list[str]) -> None:
+def _raise_lost(axis: Axis, folder: Place, mine: _Candidate | None, lost: list[str]) -> None:
     """By the words of a rank that has the manifest."""
     text = ""
     if mine is not None:
@@ -262,5 +257,5 @@ def _raise_lost(mesh: Mesh, folder: Place, mine: _Candidate | None, lost: list[s
             f"{path} cannot be loaded: {listed(lost)}: on no rank's disk.{held} Bring back the host that has them, or "
             "copy them to any other."
         )
-    texts = exchange(mesh, text, "exchange about lost files of a checkpoint")
+    texts = exchange(axis, text, "exchange about lost files of a checkpoint")
     raise CheckpointError(next(text for text in texts if text))

@@ -17,15 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from zeor.checkpoint.files import store
 from zeor.checkpoint.files.branches import Complete
-from zeor.checkpoint.files.commit import Attempt, read_manifest
+from zeor.checkpoint.files.commit import Attempt, abandoned_on_error, complete, read_manifest
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.store import UrlAttempt
 from zeor.checkpoint.files.urls import Place, Url
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axis
 
 INVISIBLE = "Nothing of it is visible; earlier checkpoints are as they were."
 
@@ -51,32 +50,28 @@ def words(error: Exception, path: Place) -> str:
     return f"The checkpoint could not be written to {path}: {what}. {INVISIBLE}"
 
 
-def begin(mesh: Mesh, disk: Disk, folder: Place, step: int) -> Site:
+def begin(axis: Axis, disk: Disk, folder: Place, step: int) -> Site:
     """Make the hidden folders. Every rank calls it; a failure is raised on all."""
-    attempt, problem = _begun(disk, folder, step) if mesh.rank == 0 else (None, "")
-    try:
+    attempt, problem = _begun(disk, folder, step) if axis.rank == 0 else (None, "")
+    with abandoned_on_error(attempt):
         mine = [problem, attempt.writing.name if attempt else "", str(folder)]
-        answers = exchange(mesh, mine, "making of a checkpoint's folder")
+        answers = exchange(axis, mine, "making of a checkpoint's folder")
         if answers[0][0]:
             raise CheckpointError(answers[0][0])
-        name, shared = answers[0][1], [0] * mesh.world
+        name, shared = answers[0][1], [0] * axis.size
         if isinstance(folder, Url):  # of every rank the same, which a text without credentials does not tell
             return Site(folder, folder / name, attempt, shared)
         first = Path(answers[0][2]) / name
-        found = [place for place in (first, folder / first.name) if mesh.rank == 0 or os.path.isdir(place)]
-        if all(exchange(mesh, bool(found), "look for a checkpoint's folder")):
+        found = [place for place in (first, folder / first.name) if axis.rank == 0 or os.path.isdir(place)]
+        if all(exchange(axis, bool(found), "look for a checkpoint's folder")):
             return Site(found[0].parent, found[0], attempt, shared)
-        return _begin_apart(mesh, disk, Site(folder, found[0] if found else first, attempt, []), bool(found), step)
-    except BaseException:
-        if attempt is not None:
-            attempt.abandon()
-        raise
+        return _begin_apart(axis, disk, Site(folder, found[0] if found else first, attempt, []), bool(found), step)
 
 
 def _begun(disk: Disk, folder: Place, step: int) -> tuple[Attempt | UrlAttempt | None, str]:
     attempt: Attempt | UrlAttempt | None = None
     try:
-        attempt = store.new_attempt(disk, folder, step)
+        attempt = UrlAttempt(folder, step) if isinstance(folder, Url) else Attempt(disk, folder, step)
         attempt.begin()
     except OSError as error:
         if attempt is not None:
@@ -85,32 +80,28 @@ def _begun(disk: Disk, folder: Place, step: int) -> tuple[Attempt | UrlAttempt |
     return attempt, ""
 
 
-def _begin_apart(mesh: Mesh, disk: Disk, site: Site, sees: bool, step: int) -> Site:
+def _begin_apart(axis: Axis, disk: Disk, site: Site, sees: bool, step: int) -> Site:
     """Ranks that do not see rank 0's hidden folder make one each: the lowest whose they see leads them."""
     attempt, problem = (site.attempt, "") if sees else _begun(disk, site.folder, step)
     name = attempt.writing.name if attempt is not None and not sees else ""
     number = attempt.number if isinstance(attempt, Attempt) else 0
-    try:
-        made = exchange(mesh, [problem, name, number, sees], "making of the hosts' folders of a checkpoint")
-        if mesh.rank == 0:
+    with abandoned_on_error(attempt):
+        made = exchange(axis, [problem, name, number, sees], "making of the hosts' folders of a checkpoint")
+        if axis.rank == 0:
             blind = [rank for rank, each in enumerate(made) if not each[3]]
-            problem = _changed(site.folder, blind, mesh.world)
+            problem = _changed(site.folder, blind, axis.size)
         seen = [rank for rank, each in enumerate(made) if each[1] and os.path.isdir(site.folder / each[1])]
-        answers = exchange(mesh, [problem, 0 if sees else min(seen, default=mesh.rank)], "finding of hosts")
+        answers = exchange(axis, [problem, 0 if sees else min(seen, default=axis.rank)], "finding of hosts")
         if any(text for text, _ in answers):
             raise CheckpointError(next(text for text, _ in answers if text))
-    except BaseException:
-        if attempt is not None:
-            attempt.abandon()
-        raise
     leads = [lead for _, lead in answers]
-    if attempt is not None and leads[mesh.rank] != mesh.rank:
+    if attempt is not None and leads[axis.rank] != axis.rank:
         attempt.abandon()
         attempt = None
     if isinstance(attempt, Attempt):
         attempt.number = max(each[2] for each in made)  # a name that is free on every host
         attempt.may_move = False  # and the same one on all
-    writing = site.writing if sees else site.folder / made[leads[mesh.rank]][1]
+    writing = site.writing if sees else site.folder / made[leads[axis.rank]][1]
     return Site(writing.parent if isinstance(writing, Path) else site.folder, writing, attempt, leads)
 
 
@@ -119,7 +110,7 @@ def _changed(folder: Place, blind: list[int], world: int) -> str:
     ranks = ", ".join(map(str, blind[:10])) + (" and more" if len(blind) > 10 else "")
     found: list[Complete] = []
     with contextlib.suppress(OSError):  # other ranks wait for this one
-        found = store.complete(folder)
+        found = complete(folder)
     for each in reversed(found):
         try:
             manifest = read_manifest(each.path)
@@ -140,25 +131,19 @@ def _changed(folder: Place, blind: list[int], world: int) -> str:
     return ""
 
 
-def files_of(mesh: Mesh, site: Site) -> set[str] | None:
-    """The files that the host of this rank keeps; None: all."""
-    if not site.apart:
-        return None
-    return {file_name(rank) for rank, lead in enumerate(site.leads) if lead == mesh.rank}
-
-
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def commit(mesh: Mesh, site: Site, manifest: Callable[[], bytes], problem: str) -> Place:
+def commit(axis: Axis, site: Site, manifest: Callable[[], bytes], problem: str) -> Place:
     """Write the manifest and rename, on every host or on none, unless there is a problem, the same on all ranks. Where
     the checkpoint is; a failure is raised on every rank."""
     attempt = site.attempt
     if site.apart:
         if isinstance(attempt, Attempt) and not problem:
-            problem = _tried(lambda: attempt.prepare(manifest(), files_of(mesh, site)), attempt)
-        texts = exchange(mesh, problem, "exchange about the hosts' manifests of a checkpoint")
+            mine = {file_name(rank) for rank, lead in enumerate(site.leads) if lead == axis.rank}  # this host's
+            problem = _tried(lambda: attempt.prepare(manifest(), mine), attempt)
+        texts = exchange(axis, problem, "exchange about the hosts' manifests of a checkpoint")
         problem = next((text for text in texts if text), "")
         if isinstance(attempt, Attempt) and not problem:
             problem = _tried(attempt.publish, attempt)
@@ -166,13 +151,13 @@ def commit(mesh: Mesh, site: Site, manifest: Callable[[], bytes], problem: str) 
         problem = _tried(lambda: attempt.commit(manifest()), attempt)
     if attempt is not None and problem and not attempt.abandon():
         problem = problem.replace(INVISIBLE, f"{attempt.final} is there, whole, but may not survive a power cut.")
-    ends = exchange(mesh, [problem, attempt.final.name if attempt else ""], "end of a checkpoint")
+    ends = exchange(axis, [problem, attempt.final.name if attempt else ""], "end of a checkpoint")
     failed = next((text for text, _ in ends if text), "")
     if failed:
         if isinstance(attempt, Attempt) and not problem:
             attempt.withdraw()  # another host could not rename
         raise CheckpointError(failed)
-    return site.folder / ends[0][1]
+    return site.folder / str(ends[0][1])
 
 
 def _tried(do: Callable[[], None], attempt: Attempt | UrlAttempt) -> str:

@@ -47,24 +47,25 @@ def encode(value: Any, where: str, store: Callable[[str, Tensor], str] | None = 
         raise CheckpointError(f"{where[:80]} is nested too deep for a checkpoint, or holds itself.")
     if isinstance(value, Tensor):
         return _encode_tensor(value, where, store)
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise CheckpointError(f"{where} is an integer of {value.bit_length()} bits, which a checkpoint cannot hold.")
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) is str:
         return value
+    if isinstance(value, int):
+        if value.bit_length() > _MOST_BITS:
+            raise CheckpointError(
+                f"{where} is an integer of {value.bit_length()} bits, which a checkpoint cannot hold."
+            )
+        return value if isinstance(value, bool) else int(value)  # an enum, say
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]", store, depth + 1) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(item, f"{where}[{i}]", store, depth + 1) for i, item in enumerate(value)]}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{i}]", store, depth + 1) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key not in _TAGS for key in value):
             return {key: encode(item, f"{where}/{key}", store, depth + 1) for key, item in value.items()}
         below = depth + 1
         pairs = [[encode(k, where, None, below), encode(v, f"{where}/{k}", store, below)] for k, v in value.items()]
         return {"$pairs": pairs}
-    if isinstance(value, int):  # bool and int proper are done: an enum, say
-        return int(value)
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give numbers, strings, lists, dicts or "
         "tensors (a state_dict(), not the object)."
@@ -96,21 +97,22 @@ def decode(value: Any, stored: Callable[[str], Tensor], depth: int = 0) -> Any:
     tag = next(iter(value)) if len(value) == 1 else ""
     if tag not in _TAGS:
         return {key: decode(item, stored, depth + 1) for key, item in value.items()}
-    inner = value[tag]
     try:
-        if tag == "$float":
-            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[inner]
-        if tag == "$tuple":
-            return tuple(decode(item, stored, depth + 1) for item in _list(inner))
-        if tag == "$pairs":
-            return {decode(k, stored, depth + 1): decode(v, stored, depth + 1) for k, v in _list(inner)}
-        if tag == "$stored":
-            return stored(inner)
-        return _decode_tensor(inner, stored, depth)
+        return _decode_tagged(tag, value[tag], stored, depth)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"The manifest holds a malformed {tag!r} value.") from error
+
+
+def _decode_tagged(tag: str, inner: Any, stored: Callable[[str], Tensor], depth: int) -> Any:
+    if tag == "$float":
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[inner]
+    if tag == "$tuple":
+        return tuple(decode(item, stored, depth + 1) for item in _list(inner))
+    if tag == "$pairs":
+        return {decode(k, stored, depth + 1): decode(v, stored, depth + 1) for k, v in _list(inner)}
+    return stored(inner) if tag == "$stored" else _decode_tensor(inner, stored, depth)
 
 
 def _decode_tensor(inner: Any, stored: Callable[[str], Tensor], depth: int) -> Tensor:
@@ -122,7 +124,7 @@ def _decode_tensor(inner: Any, stored: Callable[[str], Tensor], depth: int) -> T
     return torch.tensor([decode(v, stored, depth + 1) for v in values], dtype=exact).to(dtype).reshape(shape)
 
 
-def _list(value: Any) -> list:
+def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError
     return value

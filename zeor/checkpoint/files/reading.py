@@ -150,9 +150,7 @@ def verify_all(folder: Folder, manifest: Manifest, needs: Sequence[Need]) -> Non
                 pass
 
 
-def _placed(
-    folder: Folder, manifest: Manifest, needs: Sequence[Need], alone: bool = False
-) -> dict[int, list[_Read]]:
+def _placed(folder: Folder, manifest: Manifest, needs: Sequence[Need], alone: bool = False) -> dict[int, list[_Read]]:
     """What is to be read, by file; every header is verified. No memory is taken for it."""
     found = {}
     for file, wanted in wanted_by_file(needs).items():

@@ -18,25 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import secrets
 import time
 from typing import NamedTuple
 
 from zeor.checkpoint.files import commit
-from zeor.checkpoint.files.branches import Complete, ordered, surplus, with_head
-from zeor.checkpoint.files.commit import Attempt
+from zeor.checkpoint.files.branches import Complete, surplus
+from zeor.checkpoint.files.commit import complete, free_number, named
 from zeor.checkpoint.files.disk import Disk
-from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.hidden import LEFTOVER_SECONDS
-from zeor.checkpoint.files.manifest import HEAD_NBYTES, NAME, Manifest, parse
-from zeor.checkpoint.files.names import HIDDEN, is_own_file, name_of, numbers_of
+from zeor.checkpoint.files.manifest import NAME, Manifest, parse
+from zeor.checkpoint.files.names import HIDDEN, is_own_file, name_of
 from zeor.checkpoint.files.urls import Place, Uploads, Url
 
 _MOST_CLAIMS = 100  # names that others claim before one gives up
 _claims: dict[str, bool] = {}  # of this process, by name: whether it is still being written
-
-log = logging.getLogger("zeor")
 
 
 def disk_of(folder: Place, disk: Disk) -> Disk:
@@ -44,67 +40,11 @@ def disk_of(folder: Place, disk: Disk) -> Disk:
     return Uploads() if isinstance(folder, Url) else disk
 
 
-def complete(folder: Place) -> list[Complete]:
-    """The complete checkpoints, the latest last."""
-    if not isinstance(folder, Url):
-        return commit.complete(folder)
-    found = []
-    for each in _named(folder):
-        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-            if (each.path / NAME).is_file():
-                found.append(with_head(each, (each.path / NAME).read_range(0, HEAD_NBYTES)))
-    return ordered(found)
-
-
-def _named(folder: Url) -> list[Complete]:
-    """What has the name of a checkpoint: complete, being written, left by a run that died, or half deleted."""
-    found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in folder.names():
-            numbers = numbers_of(name)
-            if numbers:
-                found.append(Complete(*numbers, folder / name))
-    return sorted(found, key=lambda each: each[:2])
-
-
-def latest(folder: Place) -> Complete | None:
-    """The one that `find` would take, as far as can be seen."""
-    with contextlib.suppress(OSError):
-        return next(reversed(complete(folder)), None)
-    return None
-
-
-def find(folder: Place) -> Place:
-    """The checkpoint that is meant: itself, or the latest complete one in it."""
-    if not isinstance(folder, Url):
-        return commit.find(folder)
-    try:
-        if (folder / NAME).is_file():
-            return folder
-        found = complete(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
-    if found:
-        commit.tell_of_branches(found)
-    for each in reversed(found):
-        try:
-            commit.read_manifest(each.path)
-        except CheckpointError as error:
-            log.warning("zeor: %s is passed over: %s", each.path, error)
-        else:
-            return each.path
-    raise CheckpointError(f"{folder} holds no complete checkpoint (no step-... folder with a {NAME} that can be read).")
-
-
-def new_attempt(disk: Disk, folder: Place, step: int) -> Attempt | UrlAttempt:
-    return UrlAttempt(folder, step) if isinstance(folder, Url) else Attempt(disk, folder, step)
-
-
 class UrlAttempt:
     """One checkpoint being written to a URL, in the manner of commit.Attempt."""
 
     def __init__(self, folder: Url, step: int):
-        self.number = max((each.attempt + 1 for each in _named(folder) if each.step == step), default=0)
+        self.number = free_number(folder, step)
         self._folder, self.step = folder, step
         self._claim: Url | None = None
         self._owns = self._ended = False  # owns: nobody else writes under its name
@@ -192,7 +132,7 @@ def clean(disk: Disk, folder: Place, keep: int | None, new: Place) -> None:
     claims = _look_at_claims(folder)
     for each in [*surplus(whole, keep, new.name), *_dead(folder, whole, {claim.of for claim in claims if claim.holds})]:
         try:
-            _remove(each.path)
+            _remove(folder / each.path.name)
         except OSError as error:  # the others may go all the same
             failed = error
     for claim in claims:
@@ -208,7 +148,7 @@ def _dead(folder: Url, whole: list[Complete], claimed: set[str]) -> list[Complet
     """What has no manifest and comes before one that has, unless somebody is writing it."""
     known, last = {each.path.name for each in whole}, max((each[:2] for each in whole), default=(0, 0))
     return [
-        each for each in _named(folder)
+        each for each in named(folder)
         if each.path.name not in known | claimed and each[:2] < last and not (each.path / NAME).is_file()
     ]  # fmt: skip
 

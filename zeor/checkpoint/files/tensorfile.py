@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeor.checkpoint.files.errors import readable
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
@@ -62,16 +64,13 @@ def make_header(
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of a file by name. ValueError, naming the file, unless header and data fit exactly."""
-    try:
-        with open(path, "rb") as file:
-            file_nbytes = os.fstat(file.fileno()).st_size
-            start = file.read(_LENGTH_NBYTES)
-            length = int.from_bytes(start, "little")
-            if len(start) < _LENGTH_NBYTES or length > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
-                raise ValueError(f"{path} is not a whole safetensors file: its header is cut short or malformed.")
-            text = file.read(length)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    with readable(path, ValueError), open(path, "rb") as file:
+        file_nbytes = os.fstat(file.fileno()).st_size
+        start = file.read(_LENGTH_NBYTES)
+        length = int.from_bytes(start, "little")
+        if len(start) < _LENGTH_NBYTES or length > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
+            raise ValueError(f"{path} is not a whole safetensors file: its header is cut short or malformed.")
+        text = file.read(length)
     return parse_header(path, text, file_nbytes)
 
 
@@ -145,7 +144,9 @@ class Reader:
         step = max(1, _PIECE_NBYTES // itemsize)
         for done in range(0, numel, step):
             count = min(step, numel - done)
-            raw = self._stage(count * itemsize)
+            if self._staging.numel() < count * itemsize:
+                self._staging = torch.empty(count * itemsize, dtype=torch.uint8)
+            raw = self._staging[: count * itemsize]
             self._fill(entry, entry.begin + (start + done) * itemsize, raw)
             yield done, raw.view(entry.dtype)
 
@@ -155,18 +156,11 @@ class Reader:
         self._fill(entry, entry.begin, flat.view(torch.uint8))
         return flat.view(entry.shape)
 
-    def _stage(self, nbytes: int) -> Tensor:
-        if self._staging.numel() < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8)
-        return self._staging[:nbytes]
-
     def _fill(self, entry: TensorEntry, position: int, raw: Tensor) -> None:
         memory = memoryview(raw.numpy())  # type: ignore[arg-type]
         while len(memory):
-            try:
+            with readable(entry.path, ValueError):
                 got = os.preadv(self._open(entry.path), [memory], position)
-            except OSError as error:
-                raise ValueError(f"{entry.path} cannot be read: {error.strerror}.") from error
             if got == 0:
                 raise ValueError(f"{entry.path} became shorter while it was read.")
             memory, position = memory[got:], position + got

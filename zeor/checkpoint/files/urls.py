@@ -34,9 +34,7 @@ class Stat(NamedTuple):
 
 # user:password@ or token@ behind the scheme (a port is no password), and the values behind a question mark. A password
 # may hold an @: it ends at the last one, and better too much is hidden than too little.
-_USERINFO = re.compile(
-    r"([A-Za-z][A-Za-z0-9+.-]*)://(?![^/@?#\s:]*:[0-9]+(?:[/?#]|$))([^/@?#\s:]*:\S*|[^/@?#\s:]+)@"
-)
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(?![^/@?#\s:]*:[0-9]+(?:[/?#]|$))([^/@?#\s:]*:\S*|[^/@?#\s:]+)@")
 _QUERY = re.compile(r"(?<=[?&])([^=&#\s]+=)([^&#\s]+)")
 _NAMED = _BUCKETS | {"sftp", "ssh", "hdfs", "wasb", "wasbs", "adl"}  # a mere name before the @ is no secret there
 _HIDDEN = "***"
@@ -46,11 +44,8 @@ def shown(text: str) -> str:
     """A URL, or a text with URLs, without what only its owner may know."""
     if "://" not in text:
         return text
-    return _QUERY.sub(rf"\1{_HIDDEN}", _USERINFO.sub(_without_userinfo, text))
-
-
-def _without_userinfo(match: re.Match[str]) -> str:
-    return f"{match[1]}://{_HIDDEN}@" if _is_secret(match) else match[0]
+    hidden = _USERINFO.sub(lambda match: f"{match[1]}://{_HIDDEN}@" if _is_secret(match) else match[0], text)
+    return _QUERY.sub(rf"\1{_HIDDEN}", hidden)
 
 
 def _is_secret(match: re.Match[str]) -> bool:
@@ -92,10 +87,6 @@ class Url:
         for each in self._secrets:
             text = text.replace(each, _HIDDEN)
         return shown(text)
-
-    @property
-    def has_secrets(self) -> bool:
-        return bool(self._secrets)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Url) and self._text == other._text
@@ -198,6 +189,11 @@ def _is_link(info: Any) -> bool:
 Place = Path | Url
 
 
+def names_in(folder: Place) -> list[str]:
+    """What is in a folder."""
+    return folder.names() if isinstance(folder, Url) else sorted(os.listdir(folder))
+
+
 def place_of(folder: str | os.PathLike[str] | Url) -> Place:
     """A local path, or what a URL means to fsspec."""
     if isinstance(folder, Url):
@@ -223,7 +219,7 @@ def place_of(folder: str | os.PathLike[str] | Url) -> Place:
 
 def _cause(url: Url, error: Exception) -> Exception | None:
     """A traceback would show what the filesystem said as it is."""
-    return None if url.has_secrets else error
+    return None if url._secrets else error
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def write_file(
             disk.reserve(fd, nbytes)
             direct = disk.open_direct(path)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="zeor-save") as threads:
-            blocks = _Blocks(disk, _OpenFile(fd, direct), threads, progress)
+            blocks = _Blocks(disk, (fd, direct), threads, progress)
             blocks.feed(begin)
             staging = _Staging()
             for source in ordered:
@@ -75,19 +75,14 @@ def write_file(
     return FileInfo(path.name, blocks.nbytes, hashes)
 
 
-@dataclass
-class _OpenFile:
-    fd: int
-    direct: int  # the same file past the page cache, or -1
-
-
 class _Blocks:
-    """Cuts what it is fed into blocks; each is hashed and written by one thread."""
+    """Cuts what it is fed into blocks; each is hashed and written by one thread. `file`: its descriptor, and one of the
+    same file past the page cache, or -1."""
 
-    def __init__(self, disk: Disk, file: _OpenFile, threads: ThreadPoolExecutor, progress: Callable[[int], None]):
-        self._disk, self._file, self._threads, self._progress = disk, file, threads, progress
+    def __init__(self, disk: Disk, file: tuple[int, int], threads: ThreadPoolExecutor, progress: Callable[[int], None]):
+        self._disk, (self._fd, self._direct), self._threads, self._progress = disk, file, threads, progress
         self._ring: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
-        if file.direct >= 0:
+        if self._direct >= 0:
             for _ in range(_THREADS):
                 self._ring.put(Scratch(BLOCK_NBYTES, pinned=False))
         self._parts: list[memoryview | bytes] = []
@@ -116,7 +111,7 @@ class _Blocks:
             self._jobs[-_MOST_JOBS].result()  # a temporary lives as long as its job
 
     def _job(self, parts: list[memoryview | bytes], position: int, nbytes: int) -> str:
-        if self._file.direct >= 0 and nbytes == BLOCK_NBYTES:
+        if self._direct >= 0 and nbytes == BLOCK_NBYTES:
             scratch = self._ring.get()
             try:
                 found = self._write_pages(parts, position, scratch)
@@ -124,7 +119,7 @@ class _Blocks:
                 self._ring.put(scratch)
         else:
             found = _digest(parts)
-            self._disk.write(self._file.fd, parts, position)
+            self._disk.write(self._fd, parts, position)
         self._progress(nbytes)
         return found
 
@@ -136,11 +131,11 @@ class _Blocks:
             done += len(part)
         found = _digest([data.data])
         try:
-            self._disk.write(self._file.direct, [data.data], position)
+            self._disk.write(self._direct, [data.data], position)
         except OSError as error:
             if error.errno != errno.EINVAL:  # it wants more than pages
                 raise
-            self._disk.write(self._file.fd, [data.data], position)
+            self._disk.write(self._fd, [data.data], position)
         return found
 
     def settle(self) -> None:
@@ -161,7 +156,7 @@ def _digest(parts: Sequence[memoryview | bytes]) -> str:
     hasher = new_hash()
     for part in parts:
         hasher.update(part)
-    return hasher.hexdigest()
+    return str(hasher.hexdigest())
 
 
 class _Staging:

@@ -85,7 +85,7 @@ class Converted:
         for pattern, entries in self.sources.items():
             for entry in entries[part]:
                 converter.collected_tensors[pattern].append(lambda entry=entry: read(entry))
-        return converter.convert(self.layer, model=self.model, config=self.model.config)
+        return dict(converter.convert(self.layer, model=self.model, config=self.model.config))
 
 
 WeightSource = TensorEntry | Converted
@@ -243,9 +243,8 @@ def _library(model: Any) -> Any:
 
 
 def _table(model: Any, legacy: bool) -> list[Any]:
-    return importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(
-        model, add_legacy=legacy
-    )
+    table = importlib.import_module("transformers.conversion_mapping")
+    return list(table.get_model_conversion_mapping(model, add_legacy=legacy))
 
 
 def _used(model: Any) -> list[Any]:
@@ -266,7 +265,7 @@ def _leaves_first(operation: Any) -> bool:
     return bool(dims) and all(isinstance(dim, int) and dim >= 1 for dim in dims)
 
 
-def _one(value: Any) -> Tensor:
+def _one(value: Tensor | list[Tensor]) -> Tensor:
     return value[0] if isinstance(value, list) else value
 
 

@@ -2,19 +2,22 @@
 
 1. What will be written is known from names, shapes and dtypes alone, and checked: nothing is touched before. What
    is wrong on one rank all ranks raise.
-2. Rank 0 makes a hidden folder beside or in `out` (outfiles.py).
+2. Rank 0 makes a hidden folder beside or in `out` (hf_folder.py).
 3. Values stream through: parameter by parameter from a sharded model (access/stream.py), range by range from a
    checkpoint. Rank 0 writes them; a failure ends the stream on every rank.
 4. One rename makes the folder visible; in a folder that holds other things, that of the last file. All ranks hear how
    it ended.
 Casts are zeor's own (memory/formats.py), so that a live export and one from a checkpoint are the same bits.
+The config.json beside the weights is a transformers model's own, or copied from where the user says. transformers is
+never imported: a config is whatever has a `to_json_string()`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,30 +28,28 @@ from torch import Tensor, nn
 
 from zeor.access.sharded import ATTRIBUTE
 from zeor.access.stream import DEFAULT_NBYTES, iter_slots
-from zeor.checkpoint.files.commit import read_manifest
+from zeor.checkpoint.files.commit import find, read_manifest
 from zeor.checkpoint.files.errors import CheckpointError, all_there
 from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Stored
 from zeor.checkpoint.files.opening import with_newest
 from zeor.checkpoint.files.plain import DTYPES
 from zeor.checkpoint.files.reading import Need, read_all
-from zeor.checkpoint.files.store import find
 from zeor.checkpoint.files.urls import Place, place_of
-from zeor.checkpoint.weights.config import config_texts
 from zeor.checkpoint.weights.conversions import Reverse, shapes_of
+from zeor.checkpoint.weights.hf_folder import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.checkpoint.weights.live import LiveModel
 from zeor.checkpoint.weights.matching import Target, find_targets
-from zeor.checkpoint.weights.outfiles import OutFiles, Planned, check_free, local_folder, parse_size
-from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh, make_mesh
-from zeor.comm.together import everywhere
+from zeor.comm.agree import everywhere, exchange
+from zeor.comm.axes import Axis, make_axis
 from zeor.memory import device as devices
 from zeor.memory.formats import cast_into
 from zeor.memory.param import own_dtype
-from zeor.model.compiled import unwrapped
+from zeor.model.wrapped import unwrapped
 from zeor.plan import Plan
 
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _CAST = tuple(_SHORT.values())  # what dtype= changes: quantised values and integers stay as they are
+NAME, GENERATION = "config.json", "generation_config.json"
 _BATCH_NBYTES = 64 << 20  # read from a checkpoint at a time
 Values = Iterator[tuple[str, Tensor, int]]  # name, elements, and the first of them
 
@@ -91,7 +92,7 @@ def export(
     if not isinstance(source, (nn.Module, str, os.PathLike)):
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
     model = unwrapped(source) if isinstance(source, nn.Module) else None
-    mesh = _mesh_of(model)
+    axis = _axis_of(model)
 
     def prepare() -> tuple[Export, Path, int]:
         folder, wanted, max_nbytes = local_folder(out, "zeor.export"), _dtype_of(dtype), parse_size(max_file)
@@ -105,11 +106,11 @@ def export(
         return this, folder, max_nbytes
 
     def once() -> Path:
-        this, folder, max_nbytes = everywhere(mesh, prepare, "exchange about what an export writes", CheckpointError)
-        _write(mesh, this, folder, max_nbytes)
-        return folder
+        this, folder, max_nbytes = everywhere(axis, prepare, "exchange about what an export writes", CheckpointError)
+        _write(axis, this, folder, max_nbytes)
+        return Path(folder)
 
-    return once() if isinstance(source, nn.Module) else with_newest(mesh, place_of(source), once)
+    return once() if isinstance(source, nn.Module) else with_newest(axis, place_of(source), once)
 
 
 def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -122,18 +123,18 @@ def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
 # ---- writing
 
 
-def _write(mesh: Mesh, this: Export, out: Path, max_nbytes: int) -> None:
+def _write(axis: Axis, this: Export, out: Path, max_nbytes: int) -> None:
     """Steps 2 to 4 of the module's docstring."""
     files: OutFiles | None = None
     problem = ""
-    if mesh.rank == 0:
+    if axis.rank == 0:
         files = OutFiles(out, this.planned, max_nbytes, {**this.aliases, "format": "pt"})
         problem = _attempt(lambda: check_free(out, this.texts), out) or _attempt(files.begin, out)
-    _agree(mesh, problem, "beginning of an export", files)
+    _agree(axis, problem, "beginning of an export", files)
     problem = _attempt(lambda: _stream(this, files), out)
     if files is not None and not problem:
         problem = _attempt(lambda: _end(files, this.texts), out)
-    _agree(mesh, problem, "end of an export", files)
+    _agree(axis, problem, "end of an export", files)
 
 
 def _stream(this: Export, files: OutFiles | None) -> None:
@@ -172,9 +173,8 @@ def _attempt(do: Callable[[], None], out: Path) -> str:
     return ""
 
 
-def _agree(mesh: Mesh, problem: str, label: str, files: OutFiles | None) -> None:
-    everyone = exchange(mesh, problem, label)
-    found = next((text for text in everyone if text), "")
+def _agree(axis: Axis, problem: str, label: str, files: OutFiles | None) -> None:
+    found = next(filter(None, exchange(axis, problem, label)), "")
     if found:
         if files is not None:
             files.abandon()
@@ -222,31 +222,29 @@ def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bo
     made = shapes_of(reverse(), kinds)
     planned = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
     live = LiveModel(state.engine) if state is not None else None
+    found = reverse()
+    # By the names of files; of a parameter that is converted there are no others.
+    in_files = {found.name(k): found.name(v) for k, v in aliases.items() if not found.converts(v)}
     values = lambda: _model_values(live, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
-    return Export(planned, values, _file_aliases(reverse(), aliases), reverse=reverse(), kinds=kinds)
+    return Export(planned, values, in_files, reverse=found, kinds=kinds)
 
 
-def _file_aliases(reverse: Reverse, aliases: Mapping[str, str]) -> dict[str, str]:
-    """By the names of files; of a parameter that is converted there are none."""
-    return {reverse.name(k): reverse.name(v) for k, v in aliases.items() if not reverse.converts(v)}
-
-
-def _mesh_of(model: nn.Module | None) -> Mesh:
+def _axis_of(model: nn.Module | None) -> Axis:
     """Who exports: the ranks of a sharded model, those of the process group with a model nobody shards (a drop-in
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
     state = vars(model).get(ATTRIBUTE) if model is not None else None
     if state is not None:
         live = LiveModel(state.engine)
         live.announce_if_joining("zeor.export")
-        all_there(live.mesh, "zeor.export")
-        return live.mesh
+        all_there(live.everyone, "zeor.export")
+        return live.everyone
     if model is None or not dist.is_initialized():
-        return Mesh(rank=0, world=1, device=torch.device("cpu"))
-    world = Mesh(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), control=dist.group.WORLD)
+        return Axis(0, 1, torch.device("cpu"))
+    world = Axis(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), control=dist.group.WORLD)
     world.fake = "fake" in str(dist.get_backend_config())
     all_there(world, "zeor.export")  # to make a mesh is a matter of all ranks
     plan = Plan()
-    return make_mesh(None, devices.device_of(model), plan.deterministic, plan.timeout)
+    return make_axis(None, devices.device_of(model), plan.deterministic, plan.timeout)
 
 
 def _chosen(model: nn.Module, target: Target) -> str:
@@ -324,3 +322,72 @@ def _read(path: Place, manifest: Manifest, batch: list[Need]) -> Values:
 def _natural(name: str) -> list[Any]:
     """Layer 2 before layer 10."""
     return [(-1, part) if n % 2 == 0 else (int(part), "") for n, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+# ---- the config beside the weights
+
+
+def config_texts(model: Any, given: Any, dtypes: Iterable[torch.dtype]) -> dict[str, str]:
+    """File names and their texts: `given` (a folder, a config.json, or a config object), else what the model has.
+
+    dtypes: of the exported parameters; where it is one, the config says so, as transformers loads by it."""
+    texts: dict[str, str] = {}
+    if isinstance(given, (str, os.PathLike)):
+        texts = _copied(Path(given))
+    else:
+        for name, config in (
+            (NAME, given or getattr(model, "config", None)), (GENERATION, getattr(model, "generation_config", None)),
+        ):  # fmt: skip
+            text = _text_of(config)
+            if text:
+                texts[name] = text
+        if given is not None and NAME not in texts:
+            raise ValueError(
+                f"config={type(given).__name__} is no config; give a folder with a {NAME}, that file, or a config with "
+                "to_json_string()."
+            )
+    if NAME in texts:
+        texts[NAME] = _adjusted(texts[NAME], model, set(dtypes), copied=isinstance(given, (str, os.PathLike)))
+    return texts
+
+
+def _copied(path: Path) -> dict[str, str]:
+    file = path
+    try:
+        folder = path if path.is_dir() else path.parent
+        file = folder / NAME if folder is path else path
+        texts = {NAME: file.read_text()}
+        if (folder / GENERATION).is_file():
+            texts[GENERATION] = (folder / GENERATION).read_text()
+        if not isinstance(json.loads(texts[NAME]), dict):
+            raise ValueError
+    except OSError as error:
+        raise ValueError(f"config={str(path)!r}: {file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"config={str(path)!r}: {file} is not a JSON object.") from error
+    return texts
+
+
+def _text_of(config: Any) -> str:
+    if hasattr(config, "to_json_string"):
+        return str(config.to_json_string())
+    if isinstance(config, dict):
+        try:
+            return json.dumps(config, indent=2) + "\n"
+        except (TypeError, ValueError):
+            return ""
+    return ""
+
+
+def _adjusted(text: str, model: Any, dtypes: set[torch.dtype], copied: bool) -> str:
+    """Architecture and dtype, as save_pretrained writes them; in a copied file only what it says already."""
+    config = json.loads(text)
+    if not isinstance(config, dict) or ("model_type" not in config and "architectures" not in config):
+        return text  # not transformers': it says what its owner meant
+    floating = {str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point}
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if len(floating) == 1 and (not copied or key in config):
+        config[key] = floating.pop()
+    if model is not None and not copied:
+        config["architectures"] = [type(model).__name__]
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -5,6 +5,7 @@ Only this module and the public verbs know the engine; every other function is g
 
 from __future__ import annotations
 
+from zeor.comm.axes import Axis
 from zeor.step import events
 from zeor.step.engine import Engine
 from zeor.step.lane import Lane
@@ -13,8 +14,13 @@ from zeor.step.unit import Unit
 
 class LiveModel:
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.mesh = engine, engine.mesh
+        self.engine = engine
         self.slots, self.units, self.unfilled = engine.slots, engine.units, engine.unfilled
+
+    @property
+    def everyone(self) -> Axis:
+        """The ranks that hold it."""
+        return self.engine.axes.everyone
 
     def drain(self) -> None:
         """Wait for the updates and gathers that are under way."""
@@ -22,11 +28,12 @@ class LiveModel:
 
     def announce_if_joining(self, what: str) -> None:
         """Inside zeor.join a rank that is out of data cannot come to `what`: all ranks hear so before any waits."""
-        if self.engine.announcer.block is not None:
-            self.engine.announce(events.OTHER, what)
+        announcer = self.engine.announcer
+        if announcer.block is not None:
+            announcer.announce(events.OTHER, what)
 
     def publish(self, unit: Unit, lane: Lane) -> None:
         """Where compute rests FULL, every rank gets what the others have loaded into their slices."""
-        if self.mesh.world > 1 and not lane.frees and not lane.updates_whole:  # frozen lanes too
+        if lane.axes.shard.size > 1 and not lane.frees and not lane.updates_whole:  # frozen lanes too
             lane.start_gather(f"gather of unit {unit.name!r} after loading")
             lane.wait()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from zeor.checkpoint.files.names import listed
 from zeor.checkpoint.weights.conversions import WeightSource
 
+Rename = Callable[[str], "str | None"]  # the model's name of a tensor in a file; None leaves it out
+
 
 @dataclass
 class Target:
@@ -54,7 +56,7 @@ def find_targets(model: nn.Module) -> list[Target]:
 def match(
     targets: Sequence[Target],
     entries: dict[str, WeightSource],
-    rename: Callable[[str], str | None] | None,
+    rename: Rename | None,
     path: str,
     strict: bool,
 ) -> Match:
@@ -78,7 +80,7 @@ def match(
     return result
 
 
-def _renamed(entries: dict[str, WeightSource], rename: Callable | None, path: str) -> dict[str, WeightSource]:
+def _renamed(entries: dict[str, WeightSource], rename: Rename | None, path: str) -> dict[str, WeightSource]:
     if rename is None:
         return entries
     result: dict[str, WeightSource] = {}

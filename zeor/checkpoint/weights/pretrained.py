@@ -25,17 +25,14 @@ from zeor.checkpoint.files.tensorfile import Reader
 from zeor.checkpoint.weights.conversions import WeightSource, as_model_names, pieces, remember, whole
 from zeor.checkpoint.weights.hf_folder import find_tensors
 from zeor.checkpoint.weights.live import LiveModel
-from zeor.checkpoint.weights.matching import Match, Target, find_targets, match
+from zeor.checkpoint.weights.matching import Match, Rename, Target, find_targets, match
 from zeor.comm import verbs
-from zeor.comm.agree import exchange, same_everywhere
-from zeor.comm.mesh import Mesh
-from zeor.comm.together import raise_first
+from zeor.comm.agree import exchange, raise_first, same_everywhere
+from zeor.comm.axes import Axis
 from zeor.memory import device as devices
 from zeor.step import events
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
-
-Rename = Callable[[str], "str | None"]
 
 
 class UnmatchedKeys(NamedTuple):
@@ -66,7 +63,7 @@ def load_pretrained(
 
 def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, rename: Rename | None) -> UnmatchedKeys:
     """The steps at the top of this file."""
-    mesh = live.mesh if live is not None else Mesh(rank=0, world=1, device=torch.device("cpu"))
+    axis = live.everyone if live is not None else Axis(0, 1, torch.device("cpu"))
     found, problem, held = None, "", {}
     targets = find_targets(model)
     known = [name for target in targets for name in target.names]
@@ -77,12 +74,12 @@ def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, re
         found = match(targets, entries, rename, str(path), strict)
     except Exception as error:  # whatever it is (the user's rename may raise anything), the other ranks must hear it
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
-    _agree(mesh, problem, "exchange about the files to load")
+    _agree(axis, problem, "exchange about the files to load")
     assert found is not None
-    same_everywhere(mesh, "files to load", [f"{t.name}: {e.shape}, {e.dtype}" for t, e in found.pairs])
+    same_everywhere(axis, "files to load", [f"{t.name}: {e.shape}, {e.dtype}" for t, e in found.pairs])
     with Reader() as reader, torch.no_grad():
         problem = _load_sharded(live, found, reader) if live is not None else _load_plain(found, reader)
-    _agree(mesh, problem, "exchange about loaded files")
+    _agree(axis, problem, "exchange about loaded files")
     if live is not None:
         for slot in _entries_by_slot(live.slots, found):
             live.unfilled.fill(slot)
@@ -91,9 +88,9 @@ def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, re
     return UnmatchedKeys(found.missing, found.unexpected)
 
 
-def _agree(mesh: Mesh, problem: str, label: str) -> None:
+def _agree(axis: Axis, problem: str, label: str) -> None:
     """Raise on every rank what any rank found wrong; the first rank's sentence is everybody's."""
-    raise_first([problem] if mesh.fake else exchange(mesh, problem, label), ValueError)
+    raise_first(exchange(axis, problem, label), ValueError)
 
 
 def _entries_by_slot(slots: Iterable[Slot], found: Match) -> dict[Slot, WeightSource]:
@@ -119,9 +116,9 @@ def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
         lane.changed()  # a graph made before is stale
     for target, entry in found.pairs:
         if target.is_buffer:
-            value = torch.empty_like(target.tensor, device=live.mesh.device)
+            value = torch.empty_like(target.tensor, device=live.everyone.device)
             problem = problem or _attempt(_read_whole, value, entry, reader)
-            verbs.broadcast(live.mesh, value, f"broadcast of buffer {target.name!r}")
+            verbs.broadcast(live.everyone, value, f"broadcast of buffer {target.name!r}")
             _put_buffer(target, value)
     return problem
 
@@ -159,11 +156,8 @@ def _put_buffer(target: Target, value: Tensor) -> None:
 
 
 def _load_plain(found: Match, reader: Reader) -> str:
-    for target, entry in found.pairs:
-        problem = _attempt(_read_plain, target, entry, reader)
-        if problem:
-            return problem
-    return ""
+    attempts = (_attempt(_read_plain, target, entry, reader) for target, entry in found.pairs)
+    return next(filter(None, attempts), "")
 
 
 def _read_plain(target: Target, entry: WeightSource, reader: Reader) -> None:
@@ -174,7 +168,8 @@ def _read_plain(target: Target, entry: WeightSource, reader: Reader) -> None:
         return
     if tensor.is_meta:
         real = torch.empty_like(tensor, device=devices.default_device())
-        torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+        made = nn.Parameter(real, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, made)
     if not tensor.is_contiguous():
         tensor.copy_(whole(reader, entry))
         return

@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
 
-from zeor.comm.launch.rank_main import LEAVE
+from zeor.comm.launch.rank_main import LEAVE, Outcome
 from zeor.comm.launch.rank_process import RankProcess
 from zeor.comm.launch.world import STORE_VARIABLE
 
@@ -42,15 +42,6 @@ class RankError(RuntimeError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.args[1]}"
-
-
-class _Failure(NamedTuple):
-    """One rank's failure; the least of several is the one to report."""
-
-    peer_lost: bool
-    when: float
-    rank: int
-    text: str
 
 
 def launch(
@@ -89,7 +80,9 @@ def launch(
             member.send(payload)
         _await_outcomes(team, deadline)
         if all(member.outcome is not None and member.outcome.ok for member in team):
-            _leave(team)
+            for member in team:
+                member.send(LEAVE)  # all together; and their exit handlers get time
+            _await_exits(team, _LEAVE_SECONDS)
     finally:
         _end(team)
         del store
@@ -100,7 +93,8 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if not callable(fn):
         raise ValueError(f"launch() needs a function to run, but was given a {type(fn).__name__}")
     try:
-        return cloudpickle.dumps((fn, args, kwargs))
+        pickled: bytes = cloudpickle.dumps((fn, args, kwargs))
+        return pickled
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise ValueError(
@@ -157,7 +151,7 @@ def _await_outcomes(team: list[RankProcess], deadline: float) -> None:
         failure = _first_failure(team)
         if failure is not None:
             failure_seen = failure_seen or now
-            deadline = min(deadline, failure_seen + (2.0 if failure.peer_lost else 0.1))
+            deadline = min(deadline, failure_seen + (2.0 if failure[1].peer_lost else 0.1))
         if now >= deadline:
             return
         sources: list[Any] = [member.conn for member in team if member.outcome is None]
@@ -168,18 +162,11 @@ def _await_outcomes(team: list[RankProcess], deadline: float) -> None:
             member.update()
 
 
-def _first_failure(team: list[RankProcess]) -> _Failure | None:
-    """The failure to report: the earliest of those that are not the echo of another, if there is one."""
+def _first_failure(team: list[RankProcess]) -> tuple[int, Outcome] | None:
+    """The rank and the failure to report: the earliest of those that are not the echo of another, if there is one."""
     outcomes = [(member.rank, member.outcome) for member in team if member.outcome is not None]
-    failures = [_Failure(o.peer_lost, o.when, rank, o.body.decode()) for rank, o in outcomes if not o.ok]
-    return min(failures, default=None)
-
-
-def _leave(team: list[RankProcess]) -> None:
-    """Let all ranks go together, and give their exit handlers time."""
-    for member in team:
-        member.send(LEAVE)
-    _await_exits(team, _LEAVE_SECONDS)
+    failures = [(rank, outcome) for rank, outcome in outcomes if not outcome.ok]
+    return min(failures, key=lambda failure: (failure[1].peer_lost, failure[1].when), default=None)
 
 
 def _end(team: list[RankProcess]) -> None:
@@ -203,7 +190,7 @@ def _await_exits(team: list[RankProcess], seconds: float) -> None:
 def _results(team: list[RankProcess], timeout: float | None) -> list[Any]:
     failure = _first_failure(team)
     if failure is not None:
-        raise RankError(failure.rank, failure.text)
+        raise RankError(failure[0], failure[1].body.decode())
     late = [member.rank for member in team if member.outcome is None]
     if late:
         raise TimeoutError(f"ranks {late} of {len(team)} had not finished after {timeout} s; all ranks were ended")

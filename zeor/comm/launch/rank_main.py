@@ -45,7 +45,9 @@ class Outcome(NamedTuple):
 def main(conn_fd: int) -> None:
     """Run the function that arrives on the pipe `conn_fd`."""
     faulthandler.enable()
-    _print_lines_at_once()
+    for stream in (sys.stdout, sys.stderr):  # lines are printed at once
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     conn = Connection(conn_fd)
     try:
         payload = conn.recv_bytes()
@@ -58,12 +60,6 @@ def main(conn_fd: int) -> None:
     conn.send(tuple(outcome))  # the parent knows the class by another module name
     may_leave.wait()
     _destroy_groups()
-
-
-def _print_lines_at_once() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
 
 
 def _watch_parent(conn: Connection, may_leave: threading.Event) -> None:
@@ -100,7 +96,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _pickle_result(result: Any) -> bytes:
     try:
-        return cloudpickle.dumps(result)
+        pickled: bytes = cloudpickle.dumps(result)
+        return pickled
     except Exception as error:
         raise ValueError(
             f"the function returned a {type(result).__name__} that cannot be sent to the parent process "

@@ -4,8 +4,7 @@ With a bf16 gradient and a bf16 compute it reads and writes 28 bytes per paramet
 exp_avg_sq 4 + 4, compute 2. With a split master it is 26 (compute 2 + 2 and remainder 2 + 2 in place of master and
 compute), and the bits are the same. The moments may rest in bf16 (18 bytes with a split master) or 8-bit codes (14.06):
 see zeor.memory.small. The pass follows torch.optim's single-tensor code line by line and equals it to rounding.
-`reference.py` says the same in plain torch, `triton.py` and `small.py` hold the kernels: Triton is imported, and the
-device touched, only when a function here is called.
+`triton.py` holds the kernel: Triton is imported, and the device touched, only when a function here is called.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch, LaunchOver, Tensors, check_run, launch_on, split_scalar
+from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch, LaunchOver, Tensors, check_run, launch_run, split_scalar
 
 MOMENTS = {
     "exp_avg": (torch.float32, torch.bfloat16, torch.int8),
@@ -120,38 +119,17 @@ def adam_pass(
     numel, device = check_run(run._asdict(), MOMENTS, (scale, found_inf))
     if numel == 0:
         return
+    from zeor.optim.kernels.triton import adam_kernel
+
     step_tensor, step_value = split_scalar(step, device)
     lr_tensor, lr_value = split_scalar(settings.lr, device)
     scalars = _adam_scalars(settings, lr_value, step_value)
-    kernel, tensors = _adam_kernel(run)
-    launch = launch or _launch_of(run)
-    with launch_on(device):
-        kernel[(math.ceil(numel / launch.block_numel),)](
-            *tensors,
-            numel,
-            scale,
-            found_inf,
-            lr_tensor,
-            step_tensor,
-            *scalars,
-            DECAY=_decay_kind(settings),
-            LERP_SMALL=1 - settings.betas[0] < 0.5,
-            MAXIMIZE=settings.maximize,
-            BLOCK=launch.block_numel,
-            num_warps=launch.num_warps,
-            enable_fp_fusion=False,
-        )
-
-
-def _adam_kernel(run: AdamRun) -> tuple[Any, tuple[Tensor | None, ...]]:
-    """(the kernel for the formats of this run's moments, the tensors that it takes)."""
-    if run.small:
-        from zeor.optim.kernels.small import adam_small_kernel
-
-        return adam_small_kernel, run
-    from zeor.optim.kernels.triton import adam_kernel
-
-    return adam_kernel, run[:6]  # all but the scales
+    decay = "none" if settings.weight_decay == 0 else "decoupled" if settings.decoupled_weight_decay else "coupled"
+    launch_run(
+        adam_kernel, launch or _launch_of(run), device,
+        (*run, numel, scale, found_inf, lr_tensor, step_tensor, *scalars), numel,
+        DECAY=decay, LERP_SMALL=1 - settings.betas[0] < 0.5, MAXIMIZE=settings.maximize, SMALL=run.small,
+    )  # fmt: skip
 
 
 def _launch_of(run: AdamRun) -> Launch:
@@ -159,43 +137,16 @@ def _launch_of(run: AdamRun) -> Launch:
     return DEFAULT_LAUNCH if any(t is not None and t.dtype == torch.float32 for t in wide) else NARROW_LAUNCH
 
 
-class _AdamScalars(NamedTuple):
-    """The kernel's numbers, in its order. The host computes them in fp64; each is rounded to fp32 once."""
-
-    lr: float
-    decay: float
-    weight_decay: float
-    lerp_weight: float
-    beta2: float
-    one_minus_beta2: float
-    log2_beta1_high: float
-    log2_beta1_low: float
-    log2_beta2_high: float
-    log2_beta2_low: float
-    bias_correction1: float
-    bias_correction2_sqrt: float
-    eps: float
-    step_size: float
-
-
-def _adam_scalars(settings: AdamSettings, lr: float, step: float) -> _AdamScalars:
-    """Where lr or step is on the device, what is made of it here is idle: the kernel makes its own."""
+def _adam_scalars(settings: AdamSettings, lr: float, step: float) -> tuple[float, ...]:
+    """The kernel's numbers, in its order: from lr to step_size. The host computes them in fp64; each is rounded to
+    fp32 once. Where lr or step is on the device, what is made of it here is idle: the kernel makes its own."""
     beta1, beta2 = map(float, settings.betas)  # an int would be specialised upon, and compile anew
     bias_correction1 = 1 - beta1**step
-    return _AdamScalars(
-        lr,
-        1 - lr * settings.weight_decay,
-        float(settings.weight_decay),
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        *_log2_in_two_parts(beta1),
-        *_log2_in_two_parts(beta2),
-        bias_correction1,
-        math.sqrt(1 - beta2**step),
-        float(settings.eps),
-        lr / bias_correction1,
-    )
+    return (
+        lr, 1 - lr * settings.weight_decay, float(settings.weight_decay), 1 - beta1, beta2, 1 - beta2,
+        *_log2_in_two_parts(beta1), *_log2_in_two_parts(beta2),
+        bias_correction1, math.sqrt(1 - beta2**step), float(settings.eps), lr / bias_correction1,
+    )  # fmt: skip
 
 
 def _log2_in_two_parts(beta: float) -> tuple[float, float]:
@@ -205,9 +156,3 @@ def _log2_in_two_parts(beta: float) -> tuple[float, float]:
     exact = math.log2(beta)
     high = float(np.float32(exact))
     return high, float(np.float32(exact - high))
-
-
-def _decay_kind(settings: AdamSettings) -> str:
-    if settings.weight_decay == 0:
-        return "none"
-    return "decoupled" if settings.decoupled_weight_decay else "coupled"

@@ -8,6 +8,7 @@ a run is cut into blocks, and the checks of the tensors that they are given. reg
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.memory.small import BLOCK_NUMEL, scale_count
+from zeor.memory.small import scale_count
+from zeor.plan import BLOCK_NUMEL
 
 GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
@@ -86,24 +88,25 @@ def check_run(
     compute_dtypes = COMPUTE_DTYPES if run["remainder"] is None else (torch.bfloat16,)
     dtypes = {"grad": GRAD_DTYPES, "compute": compute_dtypes, "remainder": (torch.int16,), **moments}
     for name, tensor in run.items():
-        if tensor is None:
-            continue
-        allowed = dtypes.get(name, (torch.float32,))
-        if tensor.dtype not in allowed:
-            raise ValueError(f"{name} is {tensor.dtype}, but a pass takes {' or '.join(map(str, allowed))}")
-        if name.endswith("_scale"):
-            continue
-        if tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} (shape {tuple(tensor.shape)}, {tensor.device}) must be contiguous, with "
-                f"the master's {numel} elements on {device}"
-            )
+        if tensor is not None:
+            _check_tensor(name, tensor, dtypes.get(name, (torch.float32,)), weights)
     for name in (name for name in moments if f"{name}_scale" in run):
         _check_scales(name, run[name], run[f"{name}_scale"])
     for control in controls:
         if control is not None and (control.numel() != 1 or control.device != device):
             raise ValueError(f"scale and found_inf must be 0-d tensors on {device}, not {control}")
     return numel, device
+
+
+def _check_tensor(name: str, tensor: Tensor, allowed: Sequence[torch.dtype], weights: Tensor) -> None:
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} is {tensor.dtype}, but a pass takes {' or '.join(map(str, allowed))}")
+    fits = tensor.numel() == weights.numel() and tensor.device == weights.device and tensor.is_contiguous()
+    if not fits and not name.endswith("_scale"):
+        raise ValueError(
+            f"{name} (shape {tuple(tensor.shape)}, {tensor.device}) must be contiguous, with "
+            f"the master's {weights.numel()} elements on {weights.device}"
+        )
 
 
 def _check_scales(name: str, moment: Tensor | None, scales: Tensor | None) -> None:
@@ -120,8 +123,12 @@ def _check_scales(name: str, moment: Tensor | None, scales: Tensor | None) -> No
     )
 
 
-def launch_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, whichever device its arguments are on."""
-    if device.type == "cpu":  # Triton's interpreter
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(device.index)
+def launch_run(
+    kernel: Any, launch: Launch, device: torch.device, arguments: Sequence[Any], numel: int, **constants: Any
+) -> None:
+    """One launch over a run. Triton launches on the current device, whichever device its arguments are on."""
+    on_cpu = device.type == "cpu"  # Triton's interpreter
+    with contextlib.nullcontext() if on_cpu else torch.accelerator.device_index(device.index):
+        kernel[(math.ceil(numel / launch.block_numel),)](
+            *arguments, **constants, BLOCK=launch.block_numel, num_warps=launch.num_warps, enable_fp_fusion=False
+        )

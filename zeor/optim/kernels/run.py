@@ -109,7 +109,7 @@ class OnePass:
             for run in runs_of(lane, work, self._segments, age):
                 part = slice(run.begin, run.end)
                 at = {name: rest.tensor[part] for name, rest in master.arrays().items()}
-                at["grad"] = grads.local(run.where.param) if grads.adopts else grads.sum[part]  # type: ignore[index]
+                at["grad"] = grads.local(run.where.param) if grads.adopts else grads.here()[part]  # type: ignore[index]
                 at.update({name: self._flat[id(lane), name][part] for name in names})
                 kernel.launcher(self._optimizer, groups[run.group], run.age)(at, scale)
                 self._ages.update(dict.fromkeys(run.segments, run.age + 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch, LaunchOver, Tensors, check_run, launch_on, split_scalar
+from zeor.optim.kernels.protocol import DEFAULT_LAUNCH, Launch, LaunchOver, Tensors, check_run, launch_run, split_scalar
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,9 @@ class SGDKernel:
         settings = SGDSettings.from_group(group)
 
         def launch(at: Tensors, scale: Tensor | None) -> None:
-            momentum, weights = at.get("momentum_buffer"), (at.get("compute"), at.get("remainder"))
+            # A lane has momentum where any group asks for it; a group that does not leaves it alone.
+            momentum = at.get("momentum_buffer") if settings.momentum else None
+            weights = at.get("compute"), at.get("remainder")
             sgd_pass(SGDRun(at.get("master"), at["grad"], momentum, *weights), settings, age == 0, scale)
 
         return launch
@@ -89,23 +90,9 @@ def sgd_pass(
         return
     first_tensor, first_value = split_scalar(first, device)
     lr_tensor, lr_value = split_scalar(settings.lr, device)
-    with launch_on(device):
-        sgd_kernel[(math.ceil(numel / launch.block_numel),)](
-            *run,
-            numel,
-            scale,
-            found_inf,
-            lr_tensor,
-            first_tensor,
-            lr_value,
-            float(settings.weight_decay),
-            float(settings.momentum),
-            1.0 - settings.dampening,
-            WEIGHT_DECAY=settings.weight_decay != 0,
-            NESTEROV=settings.nesterov,
-            MAXIMIZE=settings.maximize,
-            FIRST=first_tensor is None and bool(first_value),
-            BLOCK=launch.block_numel,
-            num_warps=launch.num_warps,
-            enable_fp_fusion=False,
-        )
+    numbers = (lr_value, float(settings.weight_decay), float(settings.momentum), 1.0 - settings.dampening)
+    launch_run(
+        sgd_kernel, launch, device, (*run, numel, scale, found_inf, lr_tensor, first_tensor, *numbers), numel,
+        WEIGHT_DECAY=settings.weight_decay != 0, NESTEROV=settings.nesterov, MAXIMIZE=settings.maximize,
+        FIRST=first_tensor is None and bool(first_value),
+    )  # fmt: skip

@@ -24,15 +24,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes, Axis
 from zeor.layout import Segment
 from zeor.memory.roles import Column, Residency
 from zeor.step.unit import Slot, Unit
 
 
-def updates_are_cut(mesh: Mesh, column: Column) -> bool:
+def updates_are_cut(axes: Axes, column: Column) -> bool:
     """Whether a rank updates a part of the model only; at stage 0 and in a world of one each updates everything."""
-    return mesh.world > 1 and column.update is not Residency.FULL
+    return axes.shard.size > 1 and column.update is not Residency.FULL
 
 
 def cost(shape: Sequence[int]) -> int:
@@ -88,25 +88,24 @@ class Owned:
 
 def _without_memory(slot: Slot) -> Tensor:
     assert slot.lane.master is not None
-    one = torch.zeros((), dtype=slot.lane.master.dtype, device=slot.lane.mesh.device)
+    one = torch.zeros((), dtype=slot.lane.master.dtype, device=slot.lane.axes.device)
     return one.expand(slot.shape)
 
 
 class Owners:
     """The parameters of one optimizer that are computed whole, by the user's parameter, and in rounds."""
 
-    def __init__(self, mesh: Mesh, column: Column, units: Sequence[Unit]):
+    def __init__(self, axes: Axes, column: Column, units: Sequence[Unit]):
         self._units = units
         self.owned: dict[int, Owned] = {}  # by the id of the user's parameter
         self.rounds: list[list[Owned]] = []
-        # The ranks that share the work.
-        self.mesh = mesh if updates_are_cut(mesh, column) else Mesh(0, 1, mesh.device)
-        self.loads = [0] * self.mesh.world  # cost by rank: what is balanced
+        self._axes, self.cut = axes, updates_are_cut(axes, column)
+        self.loads = [0] * self.axis.size  # cost by rank: what is balanced
 
     @property
-    def cut(self) -> bool:
-        """See updates_are_cut."""
-        return self.mesh.world > 1
+    def axis(self) -> Axis:
+        """The ranks that share the work."""
+        return self._axes.shard if self.cut else self._axes.replicate
 
     def add(self, params: Iterable[Tensor]) -> None:
         """Give these parameters owners; those without a master or without elements need none."""
@@ -114,11 +113,11 @@ class Owners:
         slots = [slot for unit in self._units for slot in unit.slots if id(slot.param) in wanted]
         slots = [slot for slot in slots if slot.lane.grads is not None and 0 not in slot.shape]
         # Of one dtype each: a round travels as one buffer.
-        for dtype in dict.fromkeys(slot.lane.master.dtype for slot in slots):  # type: ignore[union-attr]
-            self._add([slot for slot in slots if slot.lane.master.dtype == dtype])  # type: ignore[union-attr]
+        for dtype in dict.fromkeys(slot.lane.master.dtype for slot in slots):  # type: ignore[union-attr]  # it trains, so it has one
+            self._add([slot for slot in slots if slot.lane.master.dtype == dtype])  # type: ignore[union-attr]  # it trains, so it has one
 
     def _add(self, slots: list[Slot]) -> None:
-        world, rank = self.mesh.world, self.mesh.rank
+        world, rank = self.axis.size, self.axis.rank
         units: dict[int, list[Slot]] = {}
         for slot in slots:
             units.setdefault(slot.unit.index, []).append(slot)
@@ -135,7 +134,7 @@ class Owners:
 
     def _parts(self, slot: Slot) -> dict[int, Segment]:
         layout, param = slot.lane.layout, slot.index
-        if self.mesh.world == 1:
+        if not self.cut:
             return {0: next(part for part in slot.lane.segments if part.param == param)}
         begin, end = layout.offsets[param], layout.offsets[param] + layout.numels[param]
         ranks = range(begin // layout.slice_numel, -(-end // layout.slice_numel))

@@ -1,17 +1,26 @@
 """What zeor.shard asks of an optimizer before anything is changed: its parameters, its kind, its state.
 
 Each refusal is one sentence that names what was found and what to do, and leaves model and optimizer as they were.
+An optimizer that zeor does not drive must not step on sharded parameters. It would change this rank's copy of the
+weights, by this rank's gradients, past the masters: nothing would fail, and the ranks would train different models.
+Parameters know that they are sharded, and torch calls one hook before every step of every optimizer: `watch_steps`
+installs it, once per process.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
+from zeor.memory.param import held_of
 from zeor.memory.roles import Column
 from zeor.optim.owners.owners import updates_are_cut
 from zeor.optim.parts.probe import Kind, probe_groups
@@ -20,12 +29,12 @@ from zeor.plan import Plan
 from zeor.step.unit import Slot
 
 
-def check_kind(optimizer: Optimizer, slots: Iterable[Slot], mesh: Mesh, column: Column) -> list[Kind]:
+def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, column: Column) -> list[Kind]:
     """What kind of optimizer it is, by group; ValueError where it cannot work at this stage. Touches nothing."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    kinds, name = probe_groups(optimizer, mesh.device, dtype), type(optimizer).__name__
-    cut = updates_are_cut(mesh, column)
+    kinds, name = probe_groups(optimizer, axes.device, dtype), type(optimizer).__name__
+    cut = updates_are_cut(axes, column)
     for kind in kinds:
         if kind.failed is not None:
             raise ValueError(
@@ -100,3 +109,34 @@ def refuse_optimizers_in_backward(named: Iterable[tuple[str, Tensor]]) -> None:
                 "one optimizer over all parameters to zeor.shard(model, optimizer, release=True), which updates inside "
                 "backward too."
             )
+
+
+# ---- optimizers that zeor does not drive
+
+
+driven: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that a stepper drives
+_watching: list[RemovableHandle] = []
+
+
+def watch_steps() -> None:
+    """From here on every optimizer of this process is looked at before it steps."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in driven:
+        refuse_stranger(optimizer)
+
+
+def refuse_stranger(optimizer: Optimizer) -> None:
+    """RuntimeError where an optimizer that no stepper drives holds parameters of a sharded model."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            held = held_of(param)
+            if held is not None:
+                name = type(optimizer).__name__
+                raise RuntimeError(
+                    f"{name}.step() was called on parameter {held.name!r} of a sharded model, but this {name} was "
+                    "never given to zeor: it would change one rank's copy; give it to zeor.shard(model, optimizer)."
+                )

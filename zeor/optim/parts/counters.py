@@ -14,6 +14,7 @@ gradients passes over this one too. Its state is thrown away.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,8 @@ TOY_SHAPE = (6, 8)  # a matrix, as the probe's: any optimizer that could be trie
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a group as they are now: plain ones, tuples and lists of them, and tensors of one element."""
-    return {name: _copied(value) for name, value in group.items() if name != "params" and _is_number(value)}
+    found = {name: value for name, value in group.items() if name != "params" and _is_number(value)}
+    return {name: v.detach().clone() if isinstance(v, Tensor) else copy.copy(v) for name, v in found.items()}
 
 
 def same_numbers(some: dict[str, Any], others: dict[str, Any]) -> bool:
@@ -70,12 +72,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(isinstance(entry, (bool, int, float)) for entry in value)
     return isinstance(value, (bool, int, float))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,8 +14,8 @@ Adafactor excepted: for them a few elements show everything, and one trial serve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,12 +129,8 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:200]}"
 
 
-@contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
+def _generators_kept(device: torch.device) -> AbstractContextManager[Any]:
     """Some optimizers draw random numbers, which the run must not miss."""
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_kind(device)):
-        yield
-
-
-def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)

@@ -59,19 +59,15 @@ def unmark(segments: Segments, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made_here(segments: Segments) -> dict[str, int]:
-    mesh = segments.owners.mesh
-    return {"world": mesh.world, "rank": mesh.rank, "layout": layout(segments)}
-
-
-def layout(segments: Segments) -> int:
-    """A number for which elements of which parameters this rank steps on, group by group."""
+    """`layout`: a number for which elements of which parameters this rank steps on, group by group."""
+    axis = segments.owners.axis
     found: list[Any] = []
     for group in segments.optimizer.param_groups:
         for param in group["params"]:
             at = segments.at(param) if segments.of(param) is not None else None
             found.append((segments.slots[id(param)].shape, None if at is None else (at.start, at.numel)))
         found.append("end of the group")
-    return zlib.crc32(repr(found).encode())
+    return {"world": axis.size, "rank": axis.rank, "layout": zlib.crc32(repr(found).encode())}
 
 
 def _check_whole(segments: Segments, state_dict: dict[str, Any]) -> None:

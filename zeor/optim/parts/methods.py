@@ -24,9 +24,9 @@ from zeor.optim.parts.probe import toys_after_steps
 REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")  # of every optimizer
 
 
-def own_methods(kind: type[Optimizer]) -> dict[str, Callable]:
+def own_methods(kind: type[Optimizer]) -> dict[str, Callable[..., Any]]:
     """The public methods that a class of optimizers adds to torch's Optimizer."""
-    found: dict[str, Callable] = {}
+    found: dict[str, Callable[..., Any]] = {}
     for base in kind.__mro__:
         if base is Optimizer:
             break
@@ -58,7 +58,7 @@ def find_writers(optimizer: Optimizer, device: torch.device) -> set[str]:
     return writers
 
 
-def _can_be_tried(method: Callable) -> bool:
+def _can_be_tried(method: Callable[..., Any]) -> bool:
     _, *others = inspect.signature(method).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p for p in others if p.default is inspect.Parameter.empty and p.kind not in optional]

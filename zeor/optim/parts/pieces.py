@@ -1,6 +1,6 @@
 """Pieces: an optimizer's state told without world size or stage, to be saved and put back anywhere.
 
-`Stepper.pieces()` yields what this rank keeps, `Stepper.put(pieces)` takes any pieces and keeps what belongs here:
+`KeptState.pieces()` yields what this rank keeps, `KeptState.put(pieces)` takes any pieces and keeps what belongs here:
 feeding every rank the pieces of all ranks of an earlier run, of whatever world and stage, restores its state. Each
 element of a parameter's state is in the pieces of exactly one rank at stages 1 to 3; at stage 0 every rank has all.
 
@@ -57,7 +57,7 @@ def pieces_of(
             yield Piece(slot.name, key, None, value)
 
 
-def put_piece(piece: Piece, mine: nn.Parameter, where: Segment, state: dict[str, Any], adopt: bool = False) -> None:
+def put_piece(piece: Piece, mine: Tensor, where: Segment, state: dict[str, Any], adopt: bool = False) -> None:
     """What of a piece lies in `where`, into the state of `mine`; elements nobody has put yet are zero. `adopt`: its
     memory may become the state's own."""
     if piece.begin is None:

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeor.memory.device import use_threads
 from zeor.optim.parts.counters import numbers, same_numbers
 from zeor.optim.parts.pieces import Key, leaves
 
@@ -66,8 +67,9 @@ class Kind:
 
 def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The class's own step, without the wrapper that runs the user's step hooks."""
-    step = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    step: Any = type(optimizer).step
+    raw: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return raw
 
 
 def probe_groups(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> list[Kind]:
@@ -96,7 +98,7 @@ def _known(optimizer: Optimizer) -> dict[Any, Kind]:
 
 def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype, group: int = 0) -> Kind:
     """The kind of one group, all of them trials in plain eager steps: compiling toys would take seconds."""
-    with _eager(), _one_thread():
+    with _trying():
         kind = _probe(_Trials(optimizer, group, with_state=False), device, dtype)
         if kind.failed is not None and optimizer.state:  # its constructor may have made what its step looks for
             again = _probe(_Trials(optimizer, group, with_state=True), device, dtype)
@@ -104,21 +106,13 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype, group:
         return kind
 
 
-def _eager() -> Any:
-    if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Toys are too small for several: where cores are busy, waking those up took fifty times as long as the trials."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+def _trying() -> Iterator[None]:
+    """Eager steps, in one thread. Toys are too small for several: where cores are busy, waking those up took fifty
+    times as long as the trials."""
+    compiled = "torch._dynamo" in sys.modules  # else nothing can have been
+    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(), use_threads(1):
         yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _probe(trials: _Trials, device: torch.device, dtype: torch.dtype) -> Kind:
@@ -228,7 +222,7 @@ def toys_after_steps(optimizer: Optimizer, device: torch.device) -> tuple[Optimi
     """A copy of the optimizer over two toys, with its first group's settings, after a walk: at first an
     average equals what it is an average of, and warm-ups may not move anything."""
     trials = _Trials(optimizer, 0, with_state=False)
-    with _eager(), _one_thread():
+    with _trying():
         generator = torch.Generator().manual_seed(0)
         toys = [torch.nn.Parameter(torch.rand(SMALL, generator=generator).to(device)) for _ in range(2)]
         trial = trials._copy()
@@ -251,7 +245,7 @@ def states_of_steps(
     """What a copy of the optimizer, with one group's settings and these over them, keeps of a toy after each of these
     steps: places and values. `state`: what it begins with. Raises whatever the step raises."""
     toy = torch.nn.Parameter(values.clone())
-    with _eager(), _one_thread():
+    with _trying():
         trial = _Trials(optimizer, group, with_state=False)._copy()
         trial.param_groups[0].update(copy.deepcopy(settings))
         trial.param_groups[0]["params"] = [toy]

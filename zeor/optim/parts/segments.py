@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.layout import Segment
+from zeor.optim.owners.exchange import state_from_owner
 from zeor.optim.owners.owners import Owners
-from zeor.optim.owners.state import state_from_owner
 from zeor.step.unit import Slot
 
 
 class Segments:
     """The segments of one optimizer, by the user's parameter."""
 
-    def __init__(self, optimizer: Optimizer, slots: Iterable[Slot], owners: Owners, mesh: Mesh):
-        self.optimizer, self.owners, self._mesh = optimizer, owners, mesh
+    def __init__(self, optimizer: Optimizer, slots: Iterable[Slot], owners: Owners, axes: Axes):
+        self.optimizer, self.owners, self._axes = optimizer, owners, axes
         self.resting: Callable[[Tensor], dict[str, Tensor]] = lambda param: {}  # state beside the optimizer's own
         self.parts: dict[int, nn.Parameter] = {}  # id of the user's parameter -> segment
         self._at: dict[int, Segment] = {}
@@ -105,8 +105,8 @@ class Segments:
         slot, mine = self.slots[id(param)], self.parts.get(id(param))
         state = dict(self.optimizer.state.get(mine, {})) if mine is not None else {}
         resting = self.resting(param).items()
-        state.update({name: value.to(self._mesh.device, copy=True) for name, value in resting})
-        if slot.lane.grads is None or slot.lane.updates_whole or self._mesh.world == 1:
+        state.update({name: value.to(self._axes.device, copy=True) for name, value in resting})
+        if slot.lane.grads is None or slot.lane.updates_whole or self._axes.shard.size == 1:
             return state
         owned = self.owners.owned.get(id(param))
         if owned is not None:
@@ -114,23 +114,24 @@ class Segments:
         return _put_together(slot, self._at.get(id(param)), state)
 
     @contextmanager
-    def in_groups(self, groups: list[dict[str, Any]] | None = None) -> Iterator[None]:
+    def in_groups(self) -> Iterator[None]:
         """Segments stand in for parameters in the optimizer's groups; a parameter of which this rank holds
         nothing stays as it is, so that indices keep their meaning."""
-        groups = self.optimizer.param_groups if groups is None else groups
-        kept = [group["params"] for group in groups]
+        before = self.optimizer.param_groups
+        kept = [group["params"] for group in before]
         try:
-            for group in groups:
+            for group in before:
                 group["params"] = [self.parts.get(id(param), param) for param in group["params"]]
             yield
         finally:
-            for group, params in zip(groups, kept):
-                group["params"] = params
+            for groups in (before, self.optimizer.param_groups):  # a stock load makes new ones; the user may keep both
+                for group, params in zip(groups, kept):
+                    group["params"] = params
 
 
 def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) -> dict[str, Any]:
     """Gather a parameter's element-wise state; ranks without a part learn the rest from those with one."""
-    mesh = slot.lane.mesh
+    axis = slot.lane.axes.shard
     numel = segment.numel if segment else 0
     described: dict[str, Any] = {}
     refused = ""
@@ -148,7 +149,7 @@ def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) ->
                 "inside zeor.full_params."
             )
     label = f"exchange about the optimizer's state of {slot.name!r}"
-    everyone = exchange(mesh, [described, segment.start if segment else 0, numel, refused], label)
+    everyone = exchange(axis, [described, segment.start if segment else 0, numel, refused], label)
     for rank in everyone:
         if rank[3]:  # on every rank, so that none is left waiting
             raise RuntimeError(rank[3])
@@ -188,15 +189,15 @@ def _words(value: Any) -> str:
     return f"a {type(value).__name__}{shape}"
 
 
-def _gather_elements(slot: Slot, everyone: list, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
-    mesh = slot.lane.mesh
+def _gather_elements(slot: Slot, everyone: list[Any], mine: Tensor | None, dtype: torch.dtype) -> Tensor:
+    axis = slot.lane.axes.shard
     longest = max(rank[2] for rank in everyone)
-    padded = torch.zeros(longest, dtype=dtype, device=mesh.device)
+    padded = torch.zeros(longest, dtype=dtype, device=axis.device)
     if mine is not None:
         padded[: mine.numel()] = mine.reshape(-1)
-    rows = torch.empty(mesh.world * longest, dtype=dtype, device=mesh.device)
-    verbs.gather(mesh, rows, padded, f"gather of the optimizer's state of {slot.name!r}").wait()
-    whole = torch.empty(slot.lane.layout.numels[slot.index], dtype=dtype, device=mesh.device)
-    for row, (_, start, numel, _) in zip(rows.view(mesh.world, longest), everyone):
+    rows = torch.empty(axis.size * longest, dtype=dtype, device=axis.device)
+    verbs.gather(axis, rows, padded, f"gather of the optimizer's state of {slot.name!r}").wait()
+    whole = torch.empty(slot.lane.layout.numels[slot.index], dtype=dtype, device=axis.device)
+    for row, (_, start, numel, _) in zip(rows.view(axis.size, longest), everyone):
         whole[start : start + numel] = row[:numel]
     return whole.view(slot.shape)

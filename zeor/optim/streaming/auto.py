@@ -2,9 +2,15 @@
 
 Decided at the first update, when one forward (and, but for release=True, one backward) has shown what the model's own
 activations take: what is left of the device's memory, or of `device_budget`, goes to the state of as many lanes as
-fit; tiers/placement.py says which. After the second step the peak is compared with what was expected, and lanes are
+fit (`choose`). After the second step the peak is compared with what was expected, and lanes are
 moved once if it is too high; the same after memory ran out. Each rank decides for itself: where state rests changes no
 bit.
+
+Note [Who goes furthest]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Updates that follow backward all begin together, and forward needs their results one after the other: the last lanes
+have the most time to travel, so these are the ones that rest furthest away. Updates inside backward (release=True) each
+have about as long as their unit takes: there tiers alternate in proportion along the model.
 """
 
 from __future__ import annotations
@@ -12,10 +18,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from zeor.comm.agree import exchange
-from zeor.comm.mesh import Mesh
+from zeor.comm.axes import Axes
 from zeor.memory.device import DeviceMemory
 from zeor.optim.streaming.streaming import Streaming
 from zeor.optim.streaming.windows import WINDOWS
@@ -25,7 +32,6 @@ from zeor.step.lane import Lane
 from zeor.step.unit import Unit
 from zeor.tiers.folders import free_disk_nbytes
 from zeor.tiers.host import free_host_nbytes
-from zeor.tiers.placement import Room, choose, size
 
 HOST_SHARE = 0.95  # of what is free there: the rest is the system's and the loader's
 DISK_SHARE = 0.98
@@ -36,14 +42,14 @@ class Auto:
     """`drain` waits for everything under way."""
 
     def __init__(
-        self, streaming: Streaming, plan: Plan, mesh: Mesh, units: list[Unit], places: Places, drain: Callable[[], None]
+        self, streaming: Streaming, plan: Plan, axes: Axes, units: list[Unit], places: Places, drain: Callable[[], None]
     ):
         offload = plan.offload
         assert offload is not None
-        self._streaming, self._plan, self._offload, self._mesh = streaming, plan, offload, mesh
+        self._streaming, self._plan, self._offload, self._axes = streaming, plan, offload, axes
         self._units, self._places, self._drain = units, places, drain
         self._moments = streaming.moments.nbytes_per_element()
-        self._memory = DeviceMemory(mesh.device)
+        self._memory = DeviceMemory(axes.device)
         if isinstance(offload.device_budget, int):
             self._memory.limit(offload.device_budget)
         self._steps = 0
@@ -84,19 +90,20 @@ class Auto:
         """What the device must hold whatever is placed where: compute, gradients until the step, a whole master."""
         found = 0
         for lane in self._lanes:
-            assert lane.grads is not None
+            assert lane.grads is not None and lane.master is not None
             found += 0 if lane.rest.tiers.compute != "device" else lane.mine.nbytes
-            found += _wide_nbytes(lane)
+            own = lane.master.own if lane.master.format == "wide" else None  # of a master beside compute
+            found += 0 if own is None or own.away else own.nbytes
             if not self._plan.release and lane.grads.resting is None:
                 found += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize
         return found
 
     def _ranks_here(self) -> int:
         """How many ranks share this host's memory and disk."""
-        if self._mesh.fake:
+        if self._axes.everyone.fake:
             return 1
-        hosts = exchange(self._mesh, socket.gethostname(), "count of the ranks on each host")
-        return max(hosts.count(hosts[self._mesh.rank]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        hosts = exchange(self._axes.everyone, socket.gethostname(), "count of the ranks on each host")
+        return max(hosts.count(hosts[self._axes.everyone.rank]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def _refuse_together(self) -> None:
         """Where one rank cannot go on the others must not wait for it."""
@@ -105,8 +112,7 @@ class Auto:
             self._refuse_hopeless()
         except ValueError as error:
             problem = str(error)
-        mesh = self._mesh
-        for rank, theirs in enumerate([problem] if mesh.fake else exchange(mesh, problem, "check of offload=auto")):
+        for rank, theirs in enumerate(exchange(self._axes.everyone, problem, "check of offload=auto")):
             if theirs:
                 raise ValueError(problem or f"Rank {rank} cannot place its state: {theirs}")
 
@@ -133,7 +139,8 @@ class Auto:
     def _room(self, device_nbytes: int) -> Room:
         # Beside others what was free at the start is divided: by now some of it may be what they have taken.
         free, disk = self._free_nbytes() if self._sharing == 1 else self._free_at_start
-        resting = sum(map(_rested_nbytes, self._lanes))  # is part of what will be placed, and no longer free
+        # What rests there is part of what will be placed, and no longer free.
+        resting = sum(_remainder_nbytes(lane, "host") for lane in self._lanes)
         host = 1 << 62 if free is None else int(HOST_SHARE * free) + resting
         if isinstance(self._offload.host_budget, int):
             host = min(host, self._offload.host_budget)
@@ -174,7 +181,7 @@ class Auto:
         if budget is None:
             tiers = ["device"] * len(lanes)
         else:
-            resting = sum(map(_held_nbytes, lanes))
+            resting = sum(_remainder_nbytes(lane, "device") for lane in lanes)
             used = max(self._memory.peak_nbytes() - resting, self._fixed_nbytes())
             room = self._room(budget - used - self._window_nbytes() - self._margin(budget))
             tiers = self._chosen(lanes, room)
@@ -197,7 +204,8 @@ class Auto:
             return tiers
         self._memory.give_back()
         chosen = [lane for lane, tier in zip(lanes, tiers) if tier == "device"]
-        fits = dict(zip(chosen, self._memory.room_for([self._need(lane) - _held_nbytes(lane) for lane in chosen])))
+        more = [self._need(lane) - _remainder_nbytes(lane, "device") for lane in chosen]
+        fits = dict(zip(chosen, self._memory.room_for(more)))
         left = {
             tier: getattr(room, tier) - sum(self._need(x) for x, t in zip(lanes, tiers) if t == tier)
             for tier in ("host", "disk")
@@ -239,7 +247,7 @@ class Auto:
         log.info("offload=auto: %s too much were used; %s of state moved to the host", size(nbytes), size(moved))
 
     def _say(self, tiers: list[str], budget: int | None, used: int) -> None:
-        if self._mesh.rank != 0:
+        if self._axes.everyone.rank != 0:
             return
         held = {tier: sum(self._need(x) for x, t in zip(self._lanes, tiers) if t == tier) for tier in Room._fields}
         told = ", ".join(f"{tiers.count(t)} lanes ({size(n)}) on the {t}" for t, n in held.items() if n)
@@ -255,19 +263,56 @@ def holes_nbytes(budget: int, limited: bool) -> int:
     return int((0.04 if limited else 0.02) * budget)
 
 
-def _wide_nbytes(lane: Lane) -> int:
-    """Of a master beside compute, on the device."""
-    own = None if lane.master is None or lane.master.format != "wide" else lane.master.own
-    return 0 if own is None or own.away else own.nbytes
-
-
-def _held_nbytes(lane: Lane) -> int:
-    """Of a lane's state on the device before it is placed: the remainder."""
+def _remainder_nbytes(lane: Lane, tier: str) -> int:
+    """Of a lane's state on a tier before it is placed: the remainder."""
     remainder = None if lane.master is None else lane.master.remainder
-    return 0 if remainder is None or remainder.away else remainder.nbytes
+    return remainder.nbytes if remainder is not None and remainder.tier == tier else 0
 
 
-def _rested_nbytes(lane: Lane) -> int:
-    """The same on the host."""
-    remainder = None if lane.master is None else lane.master.remainder
-    return remainder.nbytes if remainder is not None and remainder.tier == "host" else 0
+# ---- which tier, in integers only
+
+
+class Room(NamedTuple):
+    """Bytes each tier may still take: see Note [Who goes furthest]."""
+
+    device: int
+    host: int
+    disk: int
+
+
+def size(nbytes: float) -> str:
+    """For people: GiB, or MiB where that is more telling."""
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
+def choose(needs: Sequence[int], room: Room, spread: bool) -> list[str]:
+    """A tier for each lane, in the order of forward, whose state takes so many bytes. `spread`: tiers alternate.
+    ValueError with the numbers where they do not fit."""
+    total = sum(needs)
+    places: list[str | None] = [None] * len(needs)
+    left = total
+    for tier, nbytes in room._asdict().items():
+        share = min(1.0, max(0, nbytes) / left) if spread and left else 1.0
+        _fill(needs, places, tier, max(0, nbytes), share)
+        left = sum(need for need, place in zip(needs, places) if place is None)
+        if not left:
+            return [str(place) for place in places]
+    device, host, disk = (size(max(0, nbytes)) for nbytes in room)
+    raise ValueError(
+        f"The optimizer's state takes {size(total)} on this rank, but there is room for {device} on the device, "
+        f"{host} on the host and {disk} on disk; allow more (device_budget=, host_budget=, folder= of "
+        "zeor.Offload), use moments='int8', or more ranks."
+    )
+
+
+def _fill(needs: Sequence[int], places: list[str | None], tier: str, nbytes: int, share: float) -> None:
+    """Give a tier some of the lanes that have no place: first by its share as they come, then whatever still fits."""
+    passed = given = 0
+    for number, need in enumerate(needs):
+        if places[number] is None:
+            passed += need
+            if given + need <= min(nbytes, share * passed + need / 2):
+                places[number], given = tier, given + need
+    for number, need in enumerate(needs):
+        if places[number] is None and given + need <= nbytes:
+            places[number], given = tier, given + need

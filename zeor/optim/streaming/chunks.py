@@ -22,7 +22,7 @@ from zeor.optim.parts.methods import REPLACED
 from zeor.optim.parts.probe import raw_step
 from zeor.optim.streaming.moments import UNSIGNED, Moments, is_moment
 from zeor.step.lane import Lane
-from zeor.tiers.lines import Line
+from zeor.tiers.streams import SideStream
 
 
 class Begun(NamedTuple):
@@ -45,8 +45,8 @@ class Chunk(NamedTuple):
 
 
 class StockSteps:
-    def __init__(self, optimizer: Optimizer, moments: Moments, line: Line):
-        self._optimizer, self.moments, self._line = optimizer, moments, line
+    def __init__(self, optimizer: Optimizer, moments: Moments, stream: SideStream):
+        self._optimizer, self.moments, self._stream = optimizer, moments, stream
         self._raw_step = raw_step(optimizer)
 
     def begun(self, run: LaneRun, host: bool = False) -> Begun:
@@ -68,7 +68,7 @@ class StockSteps:
         given: dict[int, list[nn.Parameter]] = defaultdict(list)
         params: list[nn.Parameter] = []
         if isinstance(scale, Tensor):
-            self._line.uses(scale)
+            self._stream.uses(scale)
         for chunk in chunks:
             param = self._stand_in(lane, chunk, scale)
             counters = {k: v.clone() if isinstance(v, Tensor) else v for k, v in chunk.begun.counters.items()}
@@ -91,7 +91,8 @@ class StockSteps:
             values = torch.empty(numel, dtype=lane.master.dtype, device=device)
             join_into(values, chunk.at["compute"], chunk.at["remainder"])
         param = nn.Parameter(values)
-        param.grad = _wide_gradient(chunk.at["grad"], values, scale)
+        grad = chunk.at["grad"]  # in the master's dtype; memory of its own where it is changed
+        param.grad = grad.to(values.dtype) if scale is None else grad.to(values.dtype, copy=True).mul_(scale)
         return param
 
     def _finish(self, lane: Lane, chunk: Chunk, param: nn.Parameter, state: dict[str, Any]) -> None:
@@ -159,10 +160,3 @@ def _encode(codes: Tensor, scales: Tensor | None, value: Tensor, name: str) -> N
         codes.copy_(value)
     else:
         small.encode_into(codes, scales, value.float(), name not in UNSIGNED)
-
-
-def _wide_gradient(grad: Tensor, values: Tensor, scale: Tensor | float | None) -> Tensor:
-    """In the master's dtype; memory of its own where it is changed."""
-    if scale is not None:
-        return grad.to(values.dtype, copy=True).mul_(scale)
-    return grad.to(values.dtype)

@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.memory.device import thread_beside
+from zeor.memory.device import thread_beside, use_threads
 from zeor.memory.formats import cast_and_spoil
 from zeor.optim.kernels.run import LaneRun
 from zeor.optim.streaming.chunks import Begun, Chunk, StockSteps
-from zeor.optim.streaming.pending_update import Done
+from zeor.optim.streaming.windows import Done
 from zeor.step.lane import Lane
-from zeor.tiers.lines import Line, Mark
 from zeor.tiers.rest import Rest
+from zeor.tiers.streams import SideStream, StreamEvent
 
 AHEAD = 2  # batches whose gradients are on their way down: the link is faster than the step
 MOST_NUMEL = 1 << 24  # elements of a batch
@@ -79,7 +79,7 @@ class _Slot:
         self._numel, self._dtype, self._device = numel, dtype, device
         self.grad = torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
         self.down = self.up = self.grad[:0]
-        self.arrived = Mark()
+        self.arrived = StreamEvent()
 
     def make_room(self) -> None:
         if not self.down.numel():
@@ -118,7 +118,7 @@ class HostUpdate:
     def __init__(self, device: torch.device, batch_numel: int, threads: int | None):
         self._device, self.batch_numel = device, batch_numel
         self.threads = threads or default_threads()
-        self.widens, self._downs, self.ups = Line(device), Line(device), Line(device)
+        self.widens, self._downs, self.ups = SideStream(device), SideStream(device), SideStream(device)
         self._slots: dict[torch.dtype, deque[_Slot]] = {}
         self._lanes: deque[_Lane] = deque()
         self._updater = ThreadPoolExecutor(1, "zeor-host-update")
@@ -141,7 +141,7 @@ class HostUpdate:
         """Queue a lane. `ready` is called before anything of it is touched, and waits until it may be."""
         lane = _Lane(batches, ready)
         if not batches:
-            lane.done.set_result(Done(Mark(), Mark()))
+            lane.done.set_result(Done(StreamEvent(), StreamEvent()))
             return lane.done
         self._latest = lane.done
         self._lanes.append(lane)
@@ -152,8 +152,8 @@ class HostUpdate:
         """Give the device's memory back, unless it is being used."""
         if self._latest is None or not self._latest.done():
             return
-        for line in (self.widens, self._downs, self.ups):
-            line.mark().hold()  # the last use of it, of lanes that have failed too -> whoever gets this memory
+        for stream in (self.widens, self._downs, self.ups):
+            stream.record_event().hold()  # its last use, of lanes that have failed too -> whoever gets this memory
         for slot in self._every_slot():
             slot.leave()
 
@@ -173,7 +173,7 @@ class HostUpdate:
             return
         sent: deque[_Sent] = deque()
         try:
-            with thread_beside(self._device), use_threads(self.threads):
+            with thread_beside(self._device), use_threads(self.threads), _Turns.short():
                 while self._lanes or sent:
                     self._send_ahead(sent)
                     each = sent.popleft()
@@ -210,7 +210,7 @@ class HostUpdate:
             with thread_beside(self._device):
                 self._send_up(sent.batch, slot)
                 if sent.is_last and not sent.lane.done.done():
-                    up = self.ups.mark()
+                    up = self.ups.record_event()
                     sent.lane.done.set_result(Done(up, up))
         except BaseException as error:
             sent.lane.fail(error)
@@ -236,15 +236,15 @@ class HostUpdate:
                 slot.down[place].copy_(grad, non_blocking=True)
             if batch.scale is not None:
                 slot.down[whole].mul_(batch.scale)
-        self.widens.mark().hold(self._downs)  # widened -> copied
+        self.widens.record_event().hold(self._downs)  # widened -> copied
         with self._downs():
             slot.grad[whole].copy_(slot.down[whole], non_blocking=True)
-            slot.arrived = self._downs.mark()
+            slot.arrived = self._downs.record_event()
         return slot
 
     def _send_up(self, batch: Batch, slot: _Slot) -> None:
         ends = _packed([master.numel() for master, _ in batch.published])
-        with self.ups():  # in one line: the casts of an earlier batch in this slot -> these copies
+        with self.ups():  # in one stream: the casts of an earlier batch in this slot -> these copies
             for (master, compute), end in zip(batch.published, ends):
                 up = slot.up[end - master.numel() : end]
                 up.copy_(master, non_blocking=True)
@@ -341,20 +341,9 @@ def default_threads() -> int:
     return max(1, share * 3 // 4 if share > 4 else share)
 
 
-@contextlib.contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    """torch computes with so many threads when called from this one, which need not wait long for its turn."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        with _Turns.short():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 class _Turns:
-    """Python's switch interval is the process's: short while any update wants it so, of two optimizers too."""
+    """Python's switch interval is the process's: short while any update wants it so, of two optimizers too, so that its
+    thread need not wait long for its turn."""
 
     _lock, _wanted, _before = threading.Lock(), 0, 0.0
 
@@ -376,8 +365,3 @@ class _Turns:
             cls._wanted += more
             if not cls._wanted:
                 sys.setswitchinterval(cls._before)
-
-
-def fused_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings with torch's fused kernel, if the optimizer has one."""
-    return {**group, "fused": True, "foreach": False} if "fused" in group else dict(group)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zeor.layout import Segment
 from zeor.memory import small
 from zeor.optim.parts.pieces import Read
+from zeor.plan import BLOCK_NUMEL
 from zeor.step.lane import Lane
 from zeor.tiers.rest import Rest
 
@@ -53,7 +54,7 @@ def moment_itemsize(format: str, master_dtype: torch.dtype) -> float:
     """Bytes per element of one moment at rest, scales included."""
     if format == "exact":
         return master_dtype.itemsize
-    return 2 if format == "bf16" else 1 + 4 / small.BLOCK_NUMEL
+    return 2 if format == "bf16" else 1 + 4 / BLOCK_NUMEL
 
 
 @dataclass
@@ -64,17 +65,10 @@ class Moment:
     codes: Rest
     scales: Rest | None
 
-    @property
-    def signed(self) -> bool:
-        return self.name not in UNSIGNED
-
     def arrays(self) -> Iterator[tuple[str, Rest]]:
         yield self.name, self.codes
         if self.scales is not None:
             yield f"{self.name} scales", self.scales
-
-    def nbytes(self) -> int:
-        return sum(rest.nbytes for _, rest in self.arrays())
 
 
 class Moments:
@@ -129,8 +123,8 @@ class Moments:
             for param, count in self._blocks(lane).items():
                 self._bases[lane][param] = at
                 at += count
-        assert (begin - segment.offset) % small.BLOCK_NUMEL == 0
-        first = self._bases[lane][segment.param] + (begin - segment.offset) // small.BLOCK_NUMEL
+        assert (begin - segment.offset) % BLOCK_NUMEL == 0
+        first = self._bases[lane][segment.param] + (begin - segment.offset) // BLOCK_NUMEL
         return slice(first, first + small.scale_count(end - begin))
 
     # ---- in and out of the optimizer's state
@@ -157,7 +151,8 @@ class Moments:
             part.copy_(value.reshape(-1))
         else:
             scales = moment.scales.tensor[self.scale_range(lane, where, where.offset, end)]
-            small.encode_into(part, scales, value.reshape(-1).to(part.device, torch.float32), moment.signed)
+            wide = value.reshape(-1).to(part.device, torch.float32)
+            small.encode_into(part, scales, wide, moment.name not in UNSIGNED)
 
     @torch.no_grad()
     def show(self, lane: Lane, where: Segment, segment: nn.Parameter) -> dict[str, Tensor]:
@@ -186,7 +181,7 @@ class Moments:
         held = {name: self.of(lane)[name].codes for name in self.names(segment) if self.format == "exact"}
         begin = where.offset
         return {
-            name: lambda first, last, rest=rest: rest.read(begin + first, begin + last)  # type: ignore[misc]
+            name: lambda first, last, rest=rest: rest.read(begin + first, begin + last)  # type: ignore[misc]  # a default in a lambda
             for name, rest in held.items()
             if rest.file is not None
         }
@@ -211,7 +206,8 @@ class Moments:
 
     def nbytes(self) -> int:
         # Copies: a first update beside may be making some.
-        return sum(moment.nbytes() for held in list(self._of.values()) for moment in list(held.values()))
+        moments = [moment for held in list(self._of.values()) for moment in list(held.values())]
+        return sum(rest.nbytes for moment in moments for _, rest in moment.arrays())
 
 
 def is_moment(name: str, value: Any, segment: nn.Parameter) -> bool:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeor.comm.observe import Observer, Record
 from zeor.layout import Segment
 from zeor.memory.device import thread_beside
 from zeor.optim.kernels.protocol import Kernel
@@ -27,15 +28,14 @@ from zeor.optim.kernels.registry import kernel_for
 from zeor.optim.kernels.run import LaneRun, OnePass, as_kernels_read, lane_scale, runs_of
 from zeor.optim.parts.segments import Segments
 from zeor.optim.streaming.chunks import Chunk, StockSteps, on_host
-from zeor.optim.streaming.host import HostUpdate, batch_numel, batches_of, fused_group
+from zeor.optim.streaming.host import HostUpdate, batch_numel, batches_of
 from zeor.optim.streaming.moments import Moments
-from zeor.optim.streaming.pending_update import Done, Update
-from zeor.optim.streaming.windows import ChunkPart, WindowRing, Work
+from zeor.optim.streaming.windows import ChunkPart, Done, WindowRing, Work
 from zeor.plan import Plan
 from zeor.step.extension import Extension
 from zeor.step.lane import Lane
 from zeor.step.unit import Unit
-from zeor.tiers.lines import Line, Mark, current_mark
+from zeor.tiers.streams import SideStream, StreamEvent, current_event, current_stream_id
 
 LARGE_NUMEL = 8 * 10**9  # elements on one rank
 ChunkStep = Callable[[dict[str, Tensor]], None]
@@ -43,11 +43,84 @@ RangeStep = Callable[[int, int, dict[str, Tensor]], None]  # of elements [begin,
 IN_FLIGHT = 2  # lanes whose gradients are released but not yet used up: bounds what a slow link can pile up
 
 
-class Streaming(Extension):
-    """`one_pass`: updates the lanes that are not updated here."""
+class Update:
+    """A lane's update under way, beside the computation: who waits for it, and what it keeps meanwhile.
+    `hold`: the computation waits for it. `wait`: the host does. What has failed fails for everybody who asks.
 
-    def __init__(self, plan: Plan, device: torch.device, units: list[Unit], segments: Segments, one_pass: OnePass):
-        self._plan, self._device, self._units, self._one_pass = plan, device, units, one_pass
+    Note [Gradients until they are used]
+    An update reads gradients beside the computation, which is done with them. Their memory must not be given to others
+    before it is done, and the allocator can be told so (record_stream); but then it is free only when the host
+    happens to see that, and a host that runs ahead takes new memory instead. So the update itself keeps them until the
+    computation waits for it, which it does before it reads the new weights: what is allocated from then on may lie
+    there.
+    """
+
+    def __init__(self, queued: Future[Done], device: torch.device, compute_away: bool, keeps: Sequence[Tensor]):
+        self._queued, self._device, self._compute_away, self._keeps = queued, device, compute_away, keeps
+        self._home = current_stream_id(device)  # what it keeps goes back to who computes here
+        self._held_by: set[int] = set()  # streams
+        self._then: Callable[[], None] | None = None
+
+    @property
+    def spilled(self) -> StreamEvent:
+        return self._queued.result().spilled
+
+    def hold(self) -> None:
+        stream = current_stream_id(self._device)
+        if stream in self._held_by:
+            return
+        done = self._queued.result()
+        if self._compute_away:
+            self.written()
+            done.spilled.hold()
+        else:
+            done.updated.hold()
+        self._held_by.add(stream)
+        if stream == self._home:
+            self._keeps = ()
+            if self._then is not None:
+                self._then()
+
+    def written(self) -> None:
+        """The host waits until files have everything."""
+        for write in self._queued.result().writes:
+            write.result()
+
+    def wait(self) -> None:
+        self.spilled.wait()
+        self.written()
+        self.hold()
+
+    @property
+    def is_queued(self) -> bool:
+        """All of it is with the device, or done."""
+        return self._queued.done()
+
+    def when_queued(self, then: Callable[[], None]) -> None:
+        """In whatever thread that is."""
+        self._queued.add_done_callback(lambda _: then())
+
+    def when_held(self, then: Callable[[], None]) -> None:
+        """By the stream it was begun on; at once where it is."""
+        if self._home in self._held_by:
+            then()
+        else:
+            self._then = then
+
+
+class Streaming(Extension):
+    """`one_pass`: updates the lanes that are not updated here. `observer` hears of each action: see schedule.py."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        units: list[Unit],
+        segments: Segments,
+        one_pass: OnePass,
+        observer: Observer,
+    ):
+        self._plan, self._device, self._units, self._one_pass, self._observer = plan, device, units, one_pass, observer
         self._optimizer, self._segments = segments.optimizer, segments
         self.moments = Moments(segments.optimizer, plan.moments)
         self._always = plan.moments != "exact" or plan.delay > 0
@@ -82,7 +155,9 @@ class Streaming(Extension):
 
     def update(self, work: list[list[Tensor]], lanes: list[Lane], bounded: bool = False) -> None:
         """`work`: the user's parameters by group. `bounded`: inside backward, where gradients must not pile up."""
-        groups = [_frozen(group) for group in self._optimizer.param_groups]  # a scheduler may go on at once
+        # Settings as they are now: a scheduler may go on at once, and writes into a learning rate that is a tensor.
+        now = [group.items() for group in self._optimizer.param_groups]
+        groups = [{key: value.clone() if isinstance(value, Tensor) else value for key, value in each} for each in now]
         for value in (value for group in groups for value in group.values() if isinstance(value, Tensor)):
             self._windows.updates.uses(value)
         for lane in lanes:
@@ -92,37 +167,45 @@ class Streaming(Extension):
                 earlier.hold()
                 earlier.spilled.hold(self._windows.fetches)  # copies back, a step ago -> copies of the same memory
             if self._host is not None and lane.rest.wide:
+                records = self._begin_host_records(lane, self._host) if self._observer.on else []
                 lane.master.pending = self._start_on_host(lane, work, groups, earlier)
+                if records:
+                    self._end_records(records, lane.master.pending)
             else:
                 chunks, steps = self._prepare(lane, work, groups)
+                records = self._begin_records(lane, chunks) if self._observer.on else []
                 lane.master.pending = self._start(lane, chunks, steps, earlier) or earlier
+                if records:
+                    self._end_records(records, lane.master.pending)
             self._last = lane.master.pending if isinstance(lane.master.pending, Update) else self._last
-            lane.behind = lane.lags
+            lane.fall_behind()
             if lane.grads is not None:
-                lane.grads.reader = lane.master.pending
-            if bounded:
-                self._bound(lane.master.pending)  # type: ignore[arg-type]
+                lane.grads.read_by(lane.master.pending)
+            if bounded and isinstance(lane.master.pending, Update):
+                self._in_flight.append(lane.master.pending)
+                while len(self._in_flight) > IN_FLIGHT:
+                    self._in_flight.popleft().hold()  # what backward allocates now may lie where its gradients did
 
-    def _kept(self, lane: Lane, line: Line) -> list[Tensor]:
-        """Gradients on the device that are read in this line: see Note [Gradients until they are used]."""
+    def _kept(self, lane: Lane, stream: SideStream) -> list[Tensor]:
+        """Gradients on the device that are read in this stream: see Note [Gradients until they are used]."""
         assert lane.grads is not None
         if lane.grads.resting:
             return []
         held = lane.grads.own_parts()
         if lane.lags:  # nobody waits for it before the next one
             for tensor in held:
-                line.uses(tensor)
+                stream.uses(tensor)
             return []
         return held
 
     def _start(self, lane: Lane, chunks: list[list[ChunkPart]], steps: list[ChunkStep], earlier: Any) -> Update | None:
         """Queue a lane's chunks: here, or in the thread that waits for files."""
-        away = [part.rest for chunk in chunks for part in chunk if part.rest.away]
+        away = [part for chunk in chunks for part in chunk if part.rest.away]
         if not away:
             for chunk, step in zip(chunks, steps):
                 step({part.name: part.home for part in chunk})
             return None
-        windows, ready = self._windows, current_mark(self._device)
+        windows, ready = self._windows, current_event(self._device)
         compute_away = lane.master is not None and lane.master.compute.away
         keeps = self._kept(lane, windows.updates)
 
@@ -132,14 +215,15 @@ class Streaming(Extension):
             ready.hold(windows.updates)  # gradients, and the last readers of compute -> the update
 
         work = Work(chunks, steps, before)
-        if any(rest.file is not None for rest in away) or self._pump is not None:
+        if any(part.rest.file is not None for part in away) or self._pump is not None:
             self._works.append(work)
             self._submit(functools.partial(windows.run, self._works))
             return Update(work.done, self._device, compute_away, keeps)
         windows.run(deque([work]))
         if work.done.exception() is not None:  # what is queued goes on, and whoever reads the lane must wait for it
-            queued = Done(windows.updates.mark(), windows.spills.mark()).future()
-            lane.master.pending = Update(queued, self._device, compute_away, keeps)  # type: ignore[union-attr]
+            queued = Done(windows.updates.record_event(), windows.spills.record_event()).future()
+            assert lane.master is not None
+            lane.master.pending = Update(queued, self._device, compute_away, keeps)
             work.done.result()
         return Update(work.done, self._device, compute_away, keeps)
 
@@ -165,27 +249,58 @@ class Streaming(Extension):
         host, grads = self._host, lane.grads
         assert host is not None and grads is not None and lane.master is not None
         host.reserve(lane.master.dtype)
-        scale, fused = lane_scale(lane), [fused_group(on_host(group)) for group in groups]
-        runs = self._runs(lane, work, None)
-        batches = batches_of(lane, runs, self._steps, fused, scale, host.batch_numel)
-        ready, resting = current_mark(self._device), grads.resting
-        rested = resting.spilled if resting else Mark()
+        scale, runs = lane_scale(lane), self._runs(lane, work, None)
+        fused = {"fused": True, "foreach": False}  # torch's fused kernel, if the optimizer has one
+        groups = [{**on_host(group), **(fused if "fused" in group else {})} for group in groups]
+        batches = batches_of(lane, runs, self._steps, groups, scale, host.batch_numel)
+        ready, resting = current_event(self._device), grads.resting
+        rested = resting.spilled if resting else StreamEvent()
 
         def wait() -> None:
             if isinstance(earlier, Update):
                 earlier.wait()  # weights on their way up -> new values for them
-            for line in (host.widens, host.ups):
-                ready.hold(line)  # gradients, and the last readers of compute -> the update
+            for stream in (host.widens, host.ups):
+                ready.hold(stream)  # gradients, and the last readers of compute -> the update
             rested.hold(host.widens)  # gradients' copies out, in backward -> their way here
 
         keeps = self._kept(lane, host.widens)
         return Update(host.start(batches, wait), self._device, compute_away=False, keeps=keeps)
 
-    def _bound(self, update: Update | None) -> None:
-        if update is not None:
-            self._in_flight.append(update)
-        while len(self._in_flight) > IN_FLIGHT:
-            self._in_flight.popleft().hold()  # what backward allocates from here on may lie where its gradients did
+    # ---- what the observer is told
+
+    def _begin_records(self, lane: Lane, chunks: list[list[ChunkPart]]) -> list[Record]:
+        """Of an update on the device: what is fetched for it and what goes back."""
+        windows, parts = self._windows, [part for chunk in chunks for part in chunk]
+        reads = [part for part in parts if part.rest.away and part.reads]
+        writes = [part for part in parts if part.rest.away and part.writes]
+        found = []
+        for verb, some, stream in (("fetch", reads, windows.fetches), ("update", parts, windows.updates),
+                                   ("spill", writes, windows.spills)):  # fmt: skip
+            if some or verb == "update":
+                tiers = ", ".join(sorted({part.rest.tier for part in some}))
+                nbytes = sum(part.nbytes for part in some)
+                found.append(self._observer.begin(verb, lane.place, nbytes, tiers, stream if reads or writes else None))
+        return found
+
+    def _begin_host_records(self, lane: Lane, host: HostUpdate) -> list[Record]:
+        """Of an update on the host: gradients go down, weights come up."""
+        assert lane.master is not None and lane.grads is not None
+        numel, itemsize = lane.master.numel, lane.master.dtype.itemsize
+        resting, tier = lane.grads.resting, lane.rest.tiers.grads
+        begin, where = self._observer.begin, lane.rest.tiers.master
+        found = [begin("fetch", lane.place, numel * lane.grads.dtype.itemsize, tier, host.widens)] if resting else []
+        found.append(begin("spill", lane.place, numel * itemsize, where, host.widens))
+        found.append(begin("update", lane.place, numel * itemsize, where))
+        found.append(begin("fetch", lane.place, numel * itemsize, where, host.ups))
+        return found
+
+    def _end_records(self, records: list[Record], update: Any) -> None:
+        """What another thread goes on with is over when that says so."""
+        goes_on = isinstance(update, Update) and not update.is_queued
+        for record in reversed(records):
+            self._observer.goes_on(record) if goes_on else self._observer.end(record)
+        if goes_on:
+            update.when_queued(functools.partial(self._observer.over, records))
 
     # ---- chunks
 
@@ -196,17 +311,13 @@ class Streaming(Extension):
 
         return runs_of(lane, work, self._segments, age, kernel is not None and self.moments.format != "int8")
 
-    def _kernel(self, lane: Lane) -> Kernel | None:
-        """The kernel that runs here, does this optimizer's arithmetic, and knows the format."""
-        if lane.master is None or lane.master.dtype != torch.float32:
-            return None
-        return kernel_for(self._optimizer, self._device, self._plan.kernel, self.moments.format)
-
     def _prepare(
         self, lane: Lane, work: list[list[Tensor]], groups: list[dict[str, Any]]
     ) -> tuple[list[list[ChunkPart]], list[ChunkStep]]:
         """The chunks of a lane, and what to do with each once it is there."""
-        kernel = self._kernel(lane)
+        kernel = None  # that runs here, does this optimizer's arithmetic, and knows the format
+        if lane.master is not None and lane.master.dtype == torch.float32:
+            kernel = kernel_for(self._optimizer, self._device, self._plan.kernel, self.moments.format)
         scale, runs = lane_scale(lane), self._runs(lane, work, kernel)
         if kernel is None:
             made = [self._stock_step(lane, run, groups, scale) for run in runs]
@@ -295,8 +406,3 @@ def chunk_numel(plan: Plan, units: list[Unit]) -> int:
         return plan.offload.chunk
     masters = (lane.master for unit in units for lane in unit.lanes)
     return 1 << 25 if sum(m.numel for m in masters if m is not None) > LARGE_NUMEL else 1 << 24
-
-
-def _frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings as they are now: a scheduler writes into a learning rate that is a tensor."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

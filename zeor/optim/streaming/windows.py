@@ -19,12 +19,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.optim.streaming.pending_update import Done
-from zeor.tiers.lines import Line, Mark, current_mark
 from zeor.tiers.rest import Rest
+from zeor.tiers.streams import SideStream, StreamEvent, current_event
 
 WINDOWS = 3
 _ALIGNED = 4096  # bytes: any dtype may begin there, vectorised, and be read past the page cache
+
+
+class Done(NamedTuple):
+    """Everything of an update is queued. `updated`: compute is new. `spilled`: nothing is on its way between device and
+    host. `writes`: to files."""
+
+    updated: StreamEvent
+    spilled: StreamEvent
+    writes: Sequence[Future[None]] = ()
+
+    def future(self) -> Future[Done]:
+        made: Future[Done] = Future()
+        made.set_result(self)
+        return made
 
 
 class ChunkPart(NamedTuple):
@@ -51,9 +64,9 @@ class _Window:
         self.device: Tensor | None = None
         self.outgrown: list[Tensor] = []  # blocks it had before, which copies may still read
         self.host: Tensor | None = None
-        self.empty = Mark()  # emptied by the copies of the chunk before
-        self.writes: list[Future] = []
-        self.reads: list[Future] = []
+        self.empty = StreamEvent()  # emptied by the copies of the chunk before
+        self.writes: list[Future[None]] = []
+        self.reads: list[Future[None]] = []
         self.parts: dict[str, Tensor] = {}
         self.staged: dict[str, Tensor] = {}
 
@@ -64,8 +77,8 @@ class _Window:
 
 
 class Work:
-    """A lane's chunks, which is at least one. `before` is called first of all; `update(tensors by name)` for each chunk
-    in turn."""
+    """A lane's chunks, which is at least one. `before` is called first of all; of `updates` one for each chunk in
+    turn, with its tensors by name."""
 
     def __init__(
         self,
@@ -73,13 +86,10 @@ class Work:
         updates: Sequence[Callable[[dict[str, Tensor]], None]],
         before: Callable[[], None],
     ):
-        self.left, self._updates, self.before = deque(chunks), updates, before
+        self.left, self.updates, self.before = deque(chunks), updates, before
         self.count, self.passed, self.is_new = len(chunks), 0, True
         self.writes: list[Future[None]] = []
         self.done: Future[Done] = Future()
-
-    def update(self, tensors: dict[str, Tensor]) -> None:
-        self._updates[self.passed](tensors)
 
     def fail(self, error: BaseException) -> None:
         self.left.clear()
@@ -92,14 +102,9 @@ class WindowRing:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.fetches, self.updates, self.spills = Line(device), Line(device), Line(device)
+        self.fetches, self.updates, self.spills = SideStream(device), SideStream(device), SideStream(device)
         self._windows = [_Window() for _ in range(WINDOWS)]
         self._next = self._most_nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """On the device."""
-        return sum(0 if window.device is None else window.device.numel() for window in self._windows)
 
     def run(self, works: deque[Work]) -> None:
         """Until nothing is left of them, what comes meanwhile included; errors go to who waits for the lane. Files are
@@ -140,24 +145,24 @@ class WindowRing:
         self._fetch(window, chunk)
         try:
             with self.updates():
-                work.update(window.parts)
-                updated = self.updates.mark()
+                work.updates[work.passed](window.parts)
+                updated = self.updates.record_event()
         except BaseException:
-            self.updates.mark().hold(self.spills)
-            window.empty = self.spills.mark()  # what is queued of it -> the next chunk in this window
+            self.updates.record_event().hold(self.spills)
+            window.empty = self.spills.record_event()  # what is queued of it -> the next chunk in this window
             raise
         updated.hold(self.spills)  # update -> copies back
         self._spill(window, chunk)
         work.writes += window.writes
         work.passed += 1
         if work.passed == work.count:
-            work.done.set_result(Done(updated, self.spills.mark(), work.writes))
+            work.done.set_result(Done(updated, self.spills.record_event(), work.writes))
 
     def leave(self) -> None:
         """Give the device's memory back: the computation goes on when it is empty, and may have it then."""
         if any(window.device is not None for window in self._windows):
-            for line in (self.fetches, self.updates, self.spills):
-                line.mark().hold()  # the last use of the windows -> whoever gets their memory
+            for stream in (self.fetches, self.updates, self.spills):
+                stream.record_event().hold()  # the last use of the windows -> whoever gets their memory
             for window in self._windows:
                 window.device, window.parts, window.outgrown = None, {}, []
 
@@ -200,7 +205,7 @@ class WindowRing:
                 if window.device is not None:
                     window.outgrown.append(window.device)
                 window.device = _block(self._most_nbytes, self._device)
-                current_mark(self._device).hold(self.fetches)  # whoever had this memory -> copies into it
+                current_event(self._device).hold(self.fetches)  # whoever had this memory -> copies into it
             if host_nbytes > (0 if window.host is None else window.host.numel()):
                 window.finish_writes()  # out of the block -> whoever gets its memory
                 window.empty.wait()
@@ -221,7 +226,7 @@ class WindowRing:
                     source = window.staged.get(part.name, part.home)
                     if source is not window.parts[part.name]:
                         window.parts[part.name].copy_(source, non_blocking=True)
-        self.fetches.mark().hold(self.updates)  # copies -> update
+        self.fetches.record_event().hold(self.updates)  # copies -> update
 
     def _spill(self, window: _Window, chunk: Sequence[ChunkPart]) -> None:
         away = [part for part in chunk if part.rest.away and part.writes]
@@ -230,14 +235,11 @@ class WindowRing:
                 into = window.staged.get(part.name, part.home)
                 if into is not window.parts[part.name]:
                     into.copy_(window.parts[part.name], non_blocking=True)
-            window.empty = self.spills.mark()
-        filed = [part for part in away if part.rest.file is not None]
+            window.empty = self.spills.record_event()
+        filed = [(part, part.rest.file) for part in away if part.rest.file is not None]
         if filed:
             window.empty.wait()
-            window.writes = [
-                part.rest.file.write_async(part.begin, part.end, window.staged[part.name])  # type: ignore[union-attr]
-                for part in filed
-            ]
+            window.writes = [file.write_async(part.begin, part.end, window.staged[part.name]) for part, file in filed]
         window.parts = {}  # gradients are kept by who needs them
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.tensorfile import read_header
-from zeor.checkpoint.weights.outfiles import local_folder
+from zeor.checkpoint.weights.hf_folder import local_folder
 from zeor.tools.importers import deepspeed, state_dicts
 from zeor.tools.importers.foreign import Foreign, value_of, write
 
@@ -34,7 +34,6 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "TMPDIR", "SYST
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zeor import`."""
     parser.description = (
         "Make a checkpoint for zeor.load of one that others wrote. Those formats are pickles, which can run any code "
         "when loaded: they are read in a separate process, by torch's safe loader, and beyond it only with "
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`zeor import` with its options read."""
     try:
         path, found = import_checkpoint(
             options.kind, options.source, options.out,
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def import_checkpoint(
+def import_checkpoint(  # noqa: PLR0913 (one for each option of `zeor import`)
     kind: str,
     source: Path,
     out: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.tensorfile import TensorEntry
-from zeor.tools.importers.foreign import Foreign, Value, joined, value_of
+from zeor.tools.importers.foreign import Foreign, Value, joined, value_here, value_of
 from zeor.tools.importers.state_dicts import as_list
 
 ReadFile = Callable[[Path], Any]  # a file's values; its tensors as entries of a safetensors file
@@ -42,8 +42,8 @@ def read(source: Path, read_file: ReadFile) -> Foreign:
     count = max(as_list(written_by)) if as_list(written_by) else written_by or len(ranks)
     if count != len(ranks):
         raise CheckpointError(f"{folder} was written by {count} ranks, but holds the state of {len(ranks)}.")
-    this = _Stage3(folder, models, ranks) if "fp32_flat_groups" in ranks[0] else _Stage12(folder, models, ranks)
-    return this.foreign()
+    kind = _Stage3 if _Stage3.masters_key in ranks[0] else _Stage12
+    return kind(folder, models, ranks).foreign()
 
 
 def _folder(source: Path) -> Path:
@@ -73,14 +73,16 @@ def _files(folder: Path, kind: str) -> list[Path]:
 
 def _optimizer_of(tree: Any, path: Path) -> dict[str, Any]:
     found = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
-    known = ("single_partition_of_fp32_groups", "fp32_flat_groups")
-    if not isinstance(found, dict) or not any(key in found for key in known):
+    if not isinstance(found, dict) or not any(kind.masters_key in found for kind in (_Stage12, _Stage3)):
         raise CheckpointError(f"{path} holds no ZeRO state; zeor imports checkpoints of stages 1, 2 and 3.")
     return found
 
 
 class _ZeroRun:
     """What both layouts share. `models` are the model states of one rank or of all, `ranks` the optimizers'."""
+
+    masters_key: str  # in the state of a rank: its masters, flat
+    base_key: str  # and the state of the optimizer that ZeRO wraps
 
     def __init__(self, folder: Path, models: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]]):
         self._folder, self._models, self._ranks, self._world = folder, models, ranks, len(ranks)
@@ -90,16 +92,10 @@ class _ZeroRun:
         ]
         if not self._shapes:
             raise CheckpointError(f"{folder} does not say the shapes of its parameters; save it by a newer DeepSpeed.")
-        self._base = [self._base_state(rank) for rank in ranks]
-
-    def _base_state(self, rank: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        self._base: list[dict[str, Any]] = [rank.get(self.base_key) or {} for rank in ranks]
 
     def _value(self, name: str, flats: Sequence[Sequence[TensorEntry]]) -> Value:
         """A parameter out of flat tensors: [rank][group]."""
-        raise NotImplementedError
-
-    def _masters(self) -> list[list[TensorEntry]]:
         raise NotImplementedError
 
     def _moments(self, key: str) -> list[list[TensorEntry]] | None:
@@ -118,7 +114,7 @@ class _ZeroRun:
         return [state[key] for key in sorted(state)] if isinstance(state, dict) else as_list(state)
 
     def foreign(self) -> Foreign:
-        masters = self._masters()
+        masters = [as_list(rank[self.masters_key]) for rank in self._ranks]
         found = Foreign({name: self._value(name, masters) for group in self._shapes for name in group})
         for key in self._keys():
             moments = self._moments(key)
@@ -144,7 +140,7 @@ class _ZeroRun:
         for place in places:
             step = place.get("step") if isinstance(place, dict) else None
             if isinstance(step, (int, float, Tensor)):
-                return step if isinstance(step, Tensor) else _as_counter(step)
+                return step if isinstance(step, Tensor) else torch.tensor(float(step))  # as torch's own keep it
         return None
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -171,8 +167,9 @@ class _ZeroRun:
         for name, shape in (self._main.get("frozen_param_shapes") or {}).items():
             fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in self._models]
             found.params[name] = self._frozen(name, tuple(shape), fragments)
-        for other, name in _pairs(self._main.get("shared_params")):
-            found.aliases[other] = name
+        shared = self._main.get("shared_params")
+        pairs = shared.items() if isinstance(shared, dict) else as_list(shared)
+        found.aliases.update({str(pair[0]): str(pair[1]) for pair in pairs})
         for name, value in module.items():  # at stage 1 nothing else says that there are frozen ones
             known = name in found.params or name in found.buffers or name in found.aliases
             if not known and isinstance(value, (TensorEntry, Tensor)):
@@ -193,11 +190,7 @@ class _ZeroRun:
 class _Stage12(_ZeroRun):
     """Each group flat, each rank an equal range of it."""
 
-    def _base_state(self, rank: dict[str, Any]) -> dict[str, Any]:
-        return rank.get("base_optimizer_state") or {}
-
-    def _masters(self) -> list[list[TensorEntry]]:
-        return [as_list(rank["single_partition_of_fp32_groups"]) for rank in self._ranks]
+    masters_key, base_key = "single_partition_of_fp32_groups", "base_optimizer_state"
 
     def _value(self, name: str, flats: Sequence[Sequence[TensorEntry]]) -> Value:
         for number, shapes in enumerate(self._shapes):
@@ -211,11 +204,7 @@ class _Stage12(_ZeroRun):
 class _Stage3(_ZeroRun):
     """Each parameter padded to a multiple of the ranks; each rank's ranges flat, in sub-groups of some length."""
 
-    def _base_state(self, rank: dict[str, Any]) -> dict[str, Any]:
-        return rank.get("optimizer_state_dict") or {}
-
-    def _masters(self) -> list[list[TensorEntry]]:
-        return [as_list(rank["fp32_flat_groups"]) for rank in self._ranks]
+    masters_key, base_key = "fp32_flat_groups", "optimizer_state_dict"
 
     def _value(self, name: str, flats: Sequence[Sequence[TensorEntry]]) -> Value:
         shapes = {key: shape for group in self._shapes for key, shape in group.items()}
@@ -255,17 +244,7 @@ def _ranges(name: str, flats: Sequence[TensorEntry], begin: int, count: int) -> 
 
 def _whole(value: Any, name: str) -> Value:
     if isinstance(value, Tensor):
-        return Value(tuple(value.shape), value.dtype, lambda: value)
+        return value_here(value)
     if isinstance(value, TensorEntry):
         return value_of(value, "")
     raise CheckpointError(f"{name!r} is no tensor.")
-
-
-def _as_counter(step: float) -> Tensor:
-    """As torch's own optimizers keep it."""
-    return torch.tensor(float(step))
-
-
-def _pairs(shared: Any) -> list[tuple[str, str]]:
-    items = shared.items() if isinstance(shared, dict) else as_list(shared)
-    return [(str(pair[0]), str(pair[1])) for pair in items]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.branches import Lineage
-from zeor.checkpoint.files.commit import Attempt, complete
+from zeor.checkpoint.files.commit import Attempt, abandoned_on_error, complete
 from zeor.checkpoint.files.disk import DISK
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import BUFFER, PARAM, Manifest, Stored, StoredPiece, role_of
@@ -39,6 +39,10 @@ class Value(NamedTuple):
 
     def __repr__(self) -> str:
         return f"a tensor of shape {self.shape}"
+
+
+def value_here(tensor: Tensor) -> Value:
+    return Value(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def value_of(entry: TensorEntry, source: str) -> Value:
@@ -80,16 +84,13 @@ def write(found: Foreign, folder: Path, kind: str) -> Path:
             sources.append(Source(stored.key(piece.box), value.dtype, value.shape, value.read))
     attempt = Attempt(DISK, folder, found.step)
     try:
-        attempt.begin()
-        info = write_file(DISK, attempt.writing / "rank-00000.safetensors", sources)
-        branch = Lineage().next(folder, complete(folder))
-        attempt.commit(Manifest(found.step, 1, [info], tensors, _state(found, kind), branch=branch).to_bytes())
+        with abandoned_on_error(attempt):
+            attempt.begin()
+            info = write_file(DISK, attempt.writing / "rank-00000.safetensors", sources)
+            branch = Lineage().next(folder, complete(folder))
+            attempt.commit(Manifest(found.step, 1, [info], tensors, _state(found, kind), branch=branch).to_bytes())
     except OSError as error:
-        attempt.abandon()
         raise CheckpointError(f"The checkpoint could not be written to {folder}: {error.strerror or error}.") from error
-    except BaseException:
-        attempt.abandon()
-        raise
     return attempt.final
 
 

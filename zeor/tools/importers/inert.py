@@ -31,7 +31,7 @@ _MOST_DIMENSIONS = 64
 _EXPANDED_NBYTES = 1 << 30  # a tensor may be larger than the file it is in (one value, expanded), but not without end
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """One sentence for the user."""
 
 
@@ -72,10 +72,10 @@ class Function:
         return self._call(*arguments)
 
     def __setstate__(self, _: Any) -> None:
-        raise Refused("It sets attributes of a function, which no checkpoint does.")
+        raise RefusedError("It sets attributes of a function, which no checkpoint does.")
 
 
-class Dict(dict):
+class Dict(dict[Any, Any]):
     """An OrderedDict, defaultdict or Counter: a dict in the order of the file. Attributes (a state dict's `_metadata`)
     stay behind: one that is called "items" would be asked in the place of the method."""
 
@@ -117,7 +117,7 @@ class Storage:
         self.data, self.dtype = data, dtype
 
     def __setstate__(self, _: Any) -> None:
-        raise Refused("It sets the state of a storage, which no checkpoint does.")
+        raise RefusedError("It sets the state of a storage, which no checkpoint does.")
 
 
 class TensorPart:
@@ -133,14 +133,14 @@ class TensorPart:
     def tensor(self) -> Tensor:
         shape, stride, offset = _sizes(self._shape), _sizes(self._stride), _sizes((self._offset,))[0]
         if len(shape) != len(stride) or not isinstance(self._storage, Storage):
-            raise Refused("It holds a malformed tensor.")
+            raise RefusedError("It holds a malformed tensor.")
         data, dtype = self._storage.data, self._dtype
         held, numel = data.numel() // dtype.itemsize, math.prod(shape)
         last = offset + sum((n - 1) * step for n, step in zip(shape, stride)) if numel else 0
         if last >= held and numel:
-            raise Refused(f"It holds a tensor whose last element is number {last} of a storage of {held}.")
+            raise RefusedError(f"It holds a tensor whose last element is number {last} of a storage of {held}.")
         if numel > held and numel * dtype.itemsize > _EXPANDED_NBYTES:
-            raise Refused(f"It holds a tensor of {numel:,} elements over a storage of {held}.")
+            raise RefusedError(f"It holds a tensor of {numel:,} elements over a storage of {held}.")
         if not numel:
             return torch.empty(shape, dtype=dtype)
         flat = data[: held * dtype.itemsize]
@@ -150,9 +150,9 @@ class TensorPart:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMENSIONS:
-        raise Refused("It holds a tensor without a shape.")
+        raise RefusedError("It holds a tensor without a shape.")
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise Refused("It holds a tensor whose sizes are no numbers of elements.")
+        raise RefusedError("It holds a tensor whose sizes are no numbers of elements.")
     return tuple(value)
 
 
@@ -232,7 +232,7 @@ class NumpyArray:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
-            raise Refused("It holds a malformed numpy array.")
+            raise RefusedError("It holds a malformed numpy array.")
         self.values = _array(state[1], state[2], state[4], "F" if state[3] else "C")
 
 
@@ -242,7 +242,7 @@ def _array(shape: Any, kind: Any, raw: Any, order: Any) -> Any:
         return None
     sizes = _sizes(shape)
     if math.prod(sizes) * kind.numbers.itemsize != len(raw):
-        raise Refused(f"It holds a numpy array of shape {sizes} and {len(raw)} bytes.")
+        raise RefusedError(f"It holds a numpy array of shape {sizes} and {len(raw)} bytes.")
     values = np.frombuffer(bytes(raw), dtype=kind.numbers).astype(kind.numbers.newbyteorder("="))  # a copy
     if values.dtype == np.bool_:
         values = np.frombuffer(bytes(raw), dtype=np.uint8) != 0
@@ -256,38 +256,22 @@ def _scalar(kind: Any, raw: Any = None, *_: Any) -> Any:
     return StandIn() if values is None else values.item()
 
 
-def _from_buffer(raw: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> NumpyArray:
-    return NumpyArray(_array(shape, kind, raw, order))
-
-
 # ---- Python's own
 
 
 def _bytes(text: Any = "", encoding: Any = "latin1", *_: Any) -> bytes:
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise Refused("It encodes text in a way that no checkpoint does.")
+        raise RefusedError("It encodes text in a way that no checkpoint does.")
     return text.encode("latin1")
-
-
-def _bytearray(given: Any = b"", encoding: Any = "latin1", *_: Any) -> bytes:
-    return given if isinstance(given, bytes) else _bytes(given, encoding)
 
 
 def _set(given: Any = (), *_: Any) -> Any:
     return set(given) if isinstance(given, (list, tuple, set, frozenset)) else set()
 
 
-def _frozenset(given: Any = (), *_: Any) -> Any:
-    return frozenset(_set(given))
-
-
 def _complex(real: Any = 0.0, imaginary: Any = 0.0, *_: Any) -> Any:
     is_one = isinstance(real, (int, float)) and isinstance(imaginary, (int, float))
     return complex(real, imaginary) if is_one else StandIn()
-
-
-def _size(given: Any = (), *_: Any) -> tuple[int, ...]:
-    return _sizes(given)
 
 
 def _known() -> Mapping[tuple[str, str], Any]:
@@ -299,7 +283,7 @@ def _known() -> Mapping[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_parameter_with_state"): _FIRST,
         ("torch._tensor", "_rebuild_from_type_v2"): Function(_base_alone),
         ("torch.tensor", "_rebuild_from_type_v2"): Function(_base_alone),
-        ("torch", "Size"): Function(_size),
+        ("torch", "Size"): Function(lambda given=(), *_: _sizes(given)),
         ("numpy", "dtype"): Function(lambda code="", *_: NumpyKind(code)),
         ("_codecs", "encode"): Function(_bytes),
     }
@@ -308,10 +292,15 @@ def _known() -> Mapping[tuple[str, str], Any]:
     for core in ("numpy.core", "numpy._core"):
         found[f"{core}.multiarray", "_reconstruct"] = Function(lambda *_: NumpyArray())
         found[f"{core}.multiarray", "scalar"] = Function(_scalar)
-        found[f"{core}.numeric", "_frombuffer"] = Function(_from_buffer)
+        from_buffer = Function(lambda raw, kind, shape, order="C", *_: NumpyArray(_array(shape, kind, raw, order)))
+        found[f"{core}.numeric", "_frombuffer"] = from_buffer
     for own in ("builtins", "__builtin__"):  # as Python 2, and pickles of protocol 2, name it
-        found[own, "set"], found[own, "frozenset"] = Function(_set), Function(_frozenset)
-        found[own, "bytes"], found[own, "bytearray"] = Function(_bytes), Function(_bytearray)
+        found[own, "set"] = Function(_set)
+        found[own, "frozenset"] = Function(lambda given=(), *_: frozenset(_set(given)))
+        found[own, "bytes"] = Function(_bytes)
+        found[own, "bytearray"] = Function(
+            lambda given=b"", *how: given if isinstance(given, bytes) else _bytes(given, *how)
+        )
         found[own, "complex"], found[own, "dict"] = Function(_complex), Dict
     for module in ("torch", "torch.cuda", "torch.storage"):
         found.update({(module, name): StorageKind(dtype) for name, dtype in _STORAGES.items()})
@@ -338,7 +327,7 @@ class Unpickler(pickle.Unpickler):
         return stand_in(module, name)
 
     def persistent_load(self, _: Any) -> Any:
-        raise Refused("It speaks of a storage where there can be none.")
+        raise RefusedError("It speaks of a storage where there can be none.")
 
 
 def settled(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.optim.parts import mark
-from zeor.tools.importers.foreign import Foreign, Value
+from zeor.tools.importers.foreign import Foreign, Value, value_here
 
 _MODEL = ("model", "model_state_dict", "state_dict", "module", "net", "app")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizers", "optimizer_states", "opt")
@@ -35,7 +35,8 @@ def read(tree: Any, optimizer: Any, names: Sequence[str] | None, where: str) -> 
             found.aliases[name] = other
         else:
             found.params[name] = value
-    found.step = next((tree[key] for key in _STEP if model is not tree and _is_step(tree.get(key))), 0)
+    steps = [tree.get(key) for key in _STEP] if model is not tree else []
+    found.step = next((step for step in steps if type(step) is int and step >= 0), 0)
     if optimizer is None and model is not tree:
         optimizer = next((tree[key] for key in _OPTIMIZER if isinstance(tree.get(key), (dict, list))), None)
     optimizer = _one(optimizer, where)
@@ -46,10 +47,6 @@ def read(tree: Any, optimizer: Any, names: Sequence[str] | None, where: str) -> 
     else:
         found.notes.append("no optimizer state was found; load it with strict=False, or without an optimizer")
     return found
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -75,7 +72,7 @@ def _state_dict(model: Mapping[str, Any], where: str) -> dict[str, Value]:
     flattened = ("state.", "param_groups.")  # an optimizer's, beside the model's: see _add_flattened
     for name, value in model.items():
         if isinstance(value, Tensor):
-            value = _scalar(value)
+            value = value_here(value)
         if isinstance(name, str) and isinstance(value, Value) and not name.startswith(flattened):
             state[name] = value
     for prefix in _PREFIXES:
@@ -84,10 +81,6 @@ def _state_dict(model: Mapping[str, Any], where: str) -> dict[str, Value]:
     if not state:
         raise CheckpointError(f"{where} holds a state dict without tensors.")
     return state
-
-
-def _scalar(value: Tensor) -> Value:
-    return Value(tuple(value.shape), value.dtype, lambda: value)
 
 
 def _one(optimizer: Any, where: str) -> Any:

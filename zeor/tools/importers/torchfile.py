@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeor.tools.importers.inert import Refused, StandIn, Storage, StorageKind, Unpickler, settled
+from zeor.tools.importers.inert import RefusedError, StandIn, Storage, StorageKind, Unpickler, settled
 
 _LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the number with which files began before they were zip files
 _LEGACY_NBYTES = 32  # where it lies
@@ -61,12 +61,14 @@ def _zip(file: Any, data: mmap.mmap | bytearray) -> Any:
     records = zipfile.ZipFile(file).NameToInfo
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if not pickles:
-        raise Refused("It is a zip file without a data.pkl: it is not what torch.save writes.")
+        raise RefusedError("It is a zip file without a data.pkl: it is not what torch.save writes.")
     folder = pickles[0].partition("/")[0]
     if f"{folder}/byteorder" in records:
         begin, end = _place(data, records[f"{folder}/byteorder"])
         if data[begin:end] != sys.byteorder.encode():
-            raise Refused("Its numbers are in another order of bytes than this machine's; import it on one like that.")
+            raise RefusedError(
+                "Its numbers are in another order of bytes than this machine's; import it on one like that."
+            )
     begin, end = _place(data, records[pickles[0]])
     return _OfZip(io.BytesIO(data[begin:end]), data, records, folder).load()
 
@@ -75,12 +77,12 @@ def _place(data: mmap.mmap | bytearray, info: zipfile.ZipInfo) -> tuple[int, int
     """From where to where a record lies in a file."""
     header = data[info.header_offset : info.header_offset + _LOCAL_HEADER] if info.header_offset >= 0 else b""
     if len(header) != _LOCAL_HEADER or header[:4] != b"PK\3\4":
-        raise Refused(f"Its record {info.filename[:80]!r} is not where it says.")
+        raise RefusedError(f"Its record {info.filename[:80]!r} is not where it says.")
     begin = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:30]))
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED or info.file_size != info.compress_size:
-        raise Refused(f"Its record {info.filename[:80]!r} is compressed, which torch.save never does.")
+        raise RefusedError(f"Its record {info.filename[:80]!r} is compressed, which torch.save never does.")
     if begin + info.file_size > len(data):
-        raise Refused(f"Its record {info.filename[:80]!r} ends beyond the file.")
+        raise RefusedError(f"Its record {info.filename[:80]!r} ends beyond the file.")
     return begin, begin + info.file_size
 
 
@@ -97,12 +99,13 @@ class _OfZip(Unpickler):
         if key not in self._known:
             info = self._records.get(f"{self._folder}/data/{key}")
             if info is None:
-                raise Refused(f"It lacks the record of storage {key[:80]!r}.")
+                raise RefusedError(f"It lacks the record of storage {key[:80]!r}.")
             begin, end = _place(self._data, info)
             self._known[key] = _bytes_of(self._data, begin, end)
         data = self._known[key]
         if numel * kind.itemsize > data.numel():
-            raise Refused(f"It says {numel:,} numbers of storage {key[:80]!r}, which holds {data.numel():,} bytes.")
+            held = data.numel()
+            raise RefusedError(f"It says {numel:,} numbers of storage {key[:80]!r}, which holds {held:,} bytes.")
         return Storage(data[: numel * kind.itemsize], kind)
 
 
@@ -118,7 +121,7 @@ def _parsed(pid: Any) -> tuple[torch.dtype | None, str, int]:
     """The kind (None: one without numbers), key and number of elements of a storage."""
     well_formed = isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"
     if not well_formed or not isinstance(pid[2], str) or type(pid[4]) is not int or not 0 <= pid[4] < 1 << 62:
-        raise Refused("It speaks of a malformed storage.")
+        raise RefusedError("It speaks of a malformed storage.")
     return pid[1].dtype if isinstance(pid[1], StorageKind) else None, pid[2], pid[4]
 
 
@@ -135,7 +138,7 @@ def _before(file: Any) -> Any:
     value = reader.load()
     keys = Unpickler(file).load()
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise Refused("Its list of storages is malformed.")
+        raise RefusedError("Its list of storages is malformed.")
     for key in keys:
         reader.fill(file, key)
     return value
@@ -154,24 +157,24 @@ class _OfBefore(Unpickler):
             return pid[1]
         kind, key, numel = _parsed(pid)
         if kind is None:
-            raise Refused("It holds a storage of a kind that zeor does not know.")
+            raise RefusedError("It holds a storage of a kind that zeor does not know.")
         if key not in self._known:
             self._left -= numel * kind.itemsize
             if self._left < 0:
-                raise Refused(f"It says {numel:,} numbers of storage {key[:80]!r}, more than the file can hold.")
+                raise RefusedError(f"It says {numel:,} numbers of storage {key[:80]!r}, more than the file can hold.")
             self._known[key] = Storage(torch.zeros(numel * kind.itemsize, dtype=torch.uint8), kind)
         whole, view = self._known[key], pid[5] if len(pid) == 6 else None
         if view is None:
             return whole
         if not isinstance(view, tuple) or len(view) != 3 or not all(type(n) is int and n >= 0 for n in view[1:]):
-            raise Refused("It speaks of a malformed part of a storage.")
+            raise RefusedError("It speaks of a malformed part of a storage.")
         begin, end = view[1] * kind.itemsize, (view[1] + view[2]) * kind.itemsize
         return Storage(whole.data[begin:end], kind)
 
     def fill(self, file: Any, key: str) -> None:
         storage = self._known.get(key)
         if storage is None:
-            raise Refused(f"It holds storage {key[:80]!r}, of which it says nothing.")
+            raise RefusedError(f"It holds storage {key[:80]!r}, of which it says nothing.")
         numel, data = int.from_bytes(file.read(8), "little"), storage.data
         if numel * storage.dtype.itemsize != data.numel() or file.readinto(data.numpy().data) != data.numel():
-            raise Refused(f"Storage {key[:80]!r} is not as long as it says.")
+            raise RefusedError(f"Storage {key[:80]!r} is not as long as it says.")

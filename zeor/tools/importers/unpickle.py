@@ -28,7 +28,7 @@ from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.disk import DISK
 from zeor.checkpoint.files.writer import Source, write_file
 from zeor.tools.importers import torchfile
-from zeor.tools.importers.inert import Record, Refused, Unpickler
+from zeor.tools.importers.inert import Record, RefusedError, Unpickler
 
 TREE, VALUES, ERROR = "tree.json", "values.safetensors", "error.txt"
 _MOST_VALUES = 20_000_000  # of a tree: a list that holds another twice, forty deep, is small in a file and endless here
@@ -37,14 +37,14 @@ _MOST_VALUES = 20_000_000  # of a tree: a list that holds another twice, forty d
 def read_torch(path: Any, where: str, allow: bool) -> Any:
     """A file of torch.save: by torch's safe loader, or, where the user allows more, by zeor's own reader."""
     if not torchfile.is_torch(path):
-        raise Refused(f"{where} is no PyTorch file, or is damaged: it is not what torch.save writes.")
+        raise RefusedError(f"{where} is no PyTorch file, or is damaged: it is not what torch.save writes.")
     if allow:
         return _read(path, where)
     try:
         return _load(path)
     except pickle.UnpicklingError as error:
         reason = re.search(r"(?:GLOBAL|Unsupported \w+) ([\w.]+)", str(error))
-        raise Refused(
+        raise RefusedError(
             f"{where} is a pickle that torch's safe loader refuses{f' ({reason[1]})' if reason else ''}; pass "
             "--allow-pickle if you trust where it comes from."
         ) from error
@@ -53,8 +53,8 @@ def read_torch(path: Any, where: str, allow: bool) -> Any:
 def _read(path: Any, where: str) -> Any:
     try:
         return torchfile.load(path)
-    except Refused as error:
-        raise Refused(f"{where} is refused: {str(error)[:1].lower()}{str(error)[1:]}") from error
+    except RefusedError as error:
+        raise RefusedError(f"{where} is refused: {str(error)[:1].lower()}{str(error)[1:]}") from error
 
 
 def _load(path: Any) -> Any:
@@ -71,7 +71,7 @@ def _load(path: Any) -> Any:
 def read_dcp(folder: Path, allow: bool) -> Any:
     """The nested state dict of a DCP folder; tensors are callables with a shape and a dtype."""
     if not allow:
-        raise Refused(
+        raise RefusedError(
             f"{folder} is a torch DCP checkpoint, whose .metadata is a pickle; pass --allow-pickle if you trust where "
             "it comes from."
         )
@@ -86,13 +86,17 @@ def read_dcp(folder: Path, allow: bool) -> Any:
     root: dict[Any, Any] = {}
     for name in [name for name in {**paths, **entries} if name in entries]:  # the paths have the state dict's order
         if name not in stored:
-            raise Refused(f"{folder} does not say where {str(name)[:80]!r} lies.")
+            raise RefusedError(f"{folder} does not say where {str(name)[:80]!r} lies.")
         if isinstance(entries[name], Record) and "chunks" in entries[name].fields:
             value: Any = _Chunks(folder, name, entries[name], stored[name])
         else:
             value = _read(io.BytesIO(_bytes(folder, stored[name][0][1])), f"{name!r} of {folder}")
         path = paths.get(name)
-        _set(root, path if isinstance(path, tuple) and path else (name,), value)
+        *above, last = path if isinstance(path, tuple) and path else (name,)
+        into = root
+        for part in above:  # nested dicts; a list is a dict of numbers until it is handed over
+            into = into.setdefault(part, {})
+        into[last] = value
     return root
 
 
@@ -100,7 +104,7 @@ def _field(folder: Path, record: Any, name: str, kind: Any) -> Any:
     """A field of an object in .metadata, of that kind or of these kinds."""
     found = record.fields.get(name) if isinstance(record, Record) else None
     if not isinstance(found, kind) or isinstance(found, bool):
-        raise Refused(f"{folder} could not be read: {name!r} in its .metadata is malformed or missing.")
+        raise RefusedError(f"{folder} could not be read: {name!r} in its .metadata is malformed or missing.")
     return found
 
 
@@ -114,11 +118,11 @@ class _Chunks:
         dtype = kinds[0] if isinstance(kinds, tuple) and kinds else None
         size = _field(folder, entry, "size", tuple)
         if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in size):
-            raise Refused(f"{folder} could not be read: it does not say of which kind {name!r} is.")
+            raise RefusedError(f"{folder} could not be read: it does not say of which kind {name!r} is.")
         self.shape, self.dtype = size, dtype
         held = sum(_field(folder, info, "length", int) for _, info in stored)
         if math.prod(size) * dtype.itemsize > held:
-            raise Refused(f"{folder} says that {name!r} has shape {size}, and holds {held:,} bytes of it.")
+            raise RefusedError(f"{folder} says that {name!r} has shape {size}, and holds {held:,} bytes of it.")
 
     def __call__(self) -> Tensor:
         whole = torch.zeros(self.shape, dtype=self.dtype)
@@ -127,30 +131,23 @@ class _Chunks:
             part = _read(io.BytesIO(_bytes(self._folder, info)), f"{self._name!r} of {self._folder}")
             offset = index.fields.get("offset") or (0,) * whole.dim()
             if not isinstance(part, Tensor) or part.dim() != whole.dim() or len(offset) != whole.dim():
-                raise Refused(f"{self._folder} holds a malformed part of {self._name!r}.")
+                raise RefusedError(f"{self._folder} holds a malformed part of {self._name!r}.")
             whole[tuple(slice(b, b + n) for b, n in zip(offset, part.shape))] = part.detach()
             filled += part.numel()
         if filled != whole.numel():
-            raise Refused(f"{self._folder} holds {filled} of {whole.numel()} elements of {self._name!r}.")
+            raise RefusedError(f"{self._folder} holds {filled} of {whole.numel()} elements of {self._name!r}.")
         return whole
 
 
 def _bytes(folder: Path, info: Any) -> bytes:
     name = _field(folder, info, "relative_path", str)
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise Refused(f"{folder} names the file {name!r}, which is no plain file name; that is refused.")
+        raise RefusedError(f"{folder} names the file {name!r}, which is no plain file name; that is refused.")
     if info.fields.get("transform_descriptors"):
-        raise Refused(f"{folder} is compressed, which zeor cannot read; save it without extensions.")
+        raise RefusedError(f"{folder} is compressed, which zeor cannot read; save it without extensions.")
     with open(folder / name, "rb") as file:
         file.seek(_field(folder, info, "offset", int))
         return file.read(max(0, _field(folder, info, "length", int)))
-
-
-def _set(root: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Into nested dicts; a list is a dict of numbers until `hand_over`."""
-    for part in path[:-1]:
-        root = root.setdefault(part, {})
-    root[path[-1]] = value
 
 
 # ---- handing over
@@ -167,7 +164,7 @@ class HandOver:
     def plain(self, value: Any) -> Any:
         self._count += 1
         if self._count > _MOST_VALUES:
-            raise Refused(f"The file holds more than {_MOST_VALUES:,} values, which no checkpoint does.")
+            raise RefusedError(f"The file holds more than {_MOST_VALUES:,} values, which no checkpoint does.")
         if isinstance(value, _Chunks):
             return self._store(id(value), value.dtype, value.shape, value)
         if isinstance(value, Tensor):
@@ -212,7 +209,7 @@ def main(arguments: list[str]) -> int:
         tree = over.plain(value)
         write_file(DISK, out / VALUES, over.sources)
         (out / TREE).write_text(json.dumps(tree))
-    except Refused as error:
+    except RefusedError as error:
         (out / ERROR).write_text(str(error))
         return 1
     except Exception as error:  # whatever a foreign file does to a reader, the user gets a sentence
@@ -230,7 +227,7 @@ _FORBIDDEN = (
 def _stay_alone(event: str, _: Any) -> None:
     """A second wall, should a file ever get past the stand-ins: Python itself starts nothing and calls nobody here."""
     if event in _FORBIDDEN:
-        raise Refused(f"The file tried to use {event}, which is refused.")
+        raise RefusedError(f"The file tried to use {event}, which is refused.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,289 @@
+"""The observer: one stream of records of what a step does, for whoever listens, and the count of what was sent.
+
+Each part of a step says what it begins and ends, with names and numbers: actions of the schedule, collectives in
+flight, waits, passes through units. A trace (access/trace.py), `zeor schedule --record` and tests read the records;
+torch's profiler is shown the actions as named ranges. It knows no unit, lane or tensor.
+
+Note [Off]
+~~~~~~~~~~
+Whoever acts asks `observer.on` first, and where nobody listens that is all it costs. A profiler is looked for where a
+pass begins (`look`), not at each action: one that starts inside a pass sees zeor's ranges from the next on. What was
+sent is always counted, by the one call that makes a record too. The ledger (memory/buffers.py) counts by itself, as
+bytes come and go between records; an action only notes what is alive when it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from zeor.tiers.streams import DeviceClock, SideStream
+
+ACTION, MOVE, WAIT, PASS = "action", "move", "wait", "pass"
+TIMED = ("update", "fetch", "spill")  # actions that are work of the device's; others only issue or wait
+
+Residents = Callable[[], dict[str, int]]  # bytes at rest on this rank, by role
+
+
+class Label(str):
+    """What a collective is for, in words for errors, and whose it is."""
+
+    __slots__ = ("lane", "unit")
+
+    unit: str
+    lane: int | None
+
+    @classmethod
+    def of(cls, text: str, unit: str, lane: int | None) -> Label:
+        made = cls(text)
+        made.unit, made.lane = unit, lane
+        return made
+
+
+class Place:
+    """A unit, or one lane of it, by name and number. Its labels are written once, not at each collective."""
+
+    __slots__ = ("gather", "index", "lane", "publish", "reduce", "spread", "unit", "update")
+
+    def __init__(self, unit: str, index: int, lane: int | None = None):
+        self.unit, self.index, self.lane = unit, index, lane
+        beside = f", lane {lane}" if lane else ""
+        self.gather = Label.of(f"gather of unit {unit!r}{beside}", unit, lane)
+        self.publish = Label.of(f"publishing of unit {unit!r}, lane {lane}", unit, lane)
+        self.reduce = Label.of(f"reduce of the gradients of unit {unit!r}", unit, lane)
+        self.spread = Label.of(f"gather of the gradient, unit {unit!r}", unit, lane)
+        self.update = Label.of(f"update of unit {unit!r}", unit, lane)
+
+
+class Record:
+    """Something that was done, by host times in nanoseconds; `end` is 0 while it goes on.
+
+    kind    action: of the schedule, while the host carries it out. move: a collective, from its issue until somebody
+            has waited for it. wait: time in which nothing else could go on. pass: forward or backward of a unit, a step
+    nbytes  of an action the size of what it is done to; of a move what this rank sends
+    where   the tier of an action, the axis of a move
+    label   what a move or a wait is for, in words
+    marks   places in the device's streams, where there is one
+    live    transient bytes by kind when an action ends
+    """
+
+    __slots__ = (
+        "begin", "end", "index", "kind", "label", "lane", "live", "marks", "nbytes", "shown", "step", "stream", "unit",
+        "verb", "where",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, verb: str, step: int):
+        self.kind, self.verb, self.step = kind, verb, step
+        self.unit, self.index, self.lane, self.nbytes, self.where, self.label = "", -1, None, 0, "", ""
+        self.begin = self.end = 0
+        self.marks: list[Any] | None = None
+        self.live: dict[str, int] | None = None
+        self.stream: SideStream | None = None
+        self.shown: Any = None  # torch's range around it
+
+    unit: str
+    lane: int | None
+
+    @property
+    def name(self) -> str:
+        """Such as `gather blocks.3, lane 1`."""
+        place = f"{self.unit}, lane {self.lane}" if self.lane else self.unit
+        return f"{self.verb} {place}".rstrip()
+
+
+class Traffic:
+    """Collectives and the bytes this rank sends, by verb. Counted is the least that a verb can send; a gather or a
+    reduce of n bytes sends n * (size - 1) / size. What is sent in a step is decided elsewhere: which roles
+    travel by the stage's column (memory/roles.py), when by the schedule (step/schedule.py, `zeor schedule` prints it),
+    in which order by step/order.py and step/reduces.py."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.sent_nbytes: Counter[str] = Counter()
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "bytes_sent": sum(self.sent_nbytes.values()),
+            "collectives": sum(self.calls.values()),
+            "calls": dict(self.calls),
+            "bytes_by_verb": dict(self.sent_nbytes),
+        }
+
+
+class Observer:
+    """Of one model. `on`: somebody listens, so say what is done. `live`: the ledger's bytes by kind."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.step = 0  # steps done before
+        self.traffic = Traffic()
+        self.live: Mapping[str, int] = {}
+        self.records: list[Record] | None = None
+        self.counts: list[tuple[int, dict[str, int]]] = []  # bytes at rest by role, and when
+        self.clock: DeviceClock | None = None
+        self._residents: Residents | None = None
+        self._until: int | None = None
+        self._open: list[Record] = []  # passes
+
+    # ---- who listens
+
+    @contextmanager
+    def listening(
+        self, device: torch.device, steps: int | None = None, residents: Residents | None = None
+    ) -> Iterator[list[Record]]:
+        """Records of what happens inside, of so many steps (None: all), in the order it begins. `residents` is asked
+        for the bytes at rest where a pass begins or ends."""
+        assert self.records is None
+        found: list[Record] = []
+        self.records, self.counts, self._residents, self.clock = found, [], residents, DeviceClock(device)
+        self._until = None if steps is None else self.step + steps
+        self.look()
+        self.count()
+        try:
+            yield found
+        finally:
+            self.close()
+            self.count()
+            self.records = self._residents = self.clock = None
+            self.look()
+
+    def look(self) -> None:
+        """A pass begins: whether anybody listens."""
+        listens = self.records is not None and (self._until is None or self.step < self._until)
+        self.on = listens or profiler._is_profiler_enabled
+        if self._open and not self.on:
+            self._open.clear()
+
+    # ---- actions
+
+    def begin(
+        self, verb: str, place: Place, nbytes: int = 0, where: str = "", stream: SideStream | None = None
+    ) -> Record:
+        """An action of the schedule; `stream`: where its work queues up, if not with the computation."""
+        record = Record(ACTION, verb, self.step)
+        record.unit, record.index, record.lane = place.unit, place.index, place.lane
+        record.nbytes, record.where, record.stream = nbytes, where, stream
+        self._start(record)
+        if profiler._is_profiler_enabled:
+            record.shown = torch.profiler.record_function(f"zeor.{record.name}{in_words(nbytes)}")
+            record.shown.__enter__()
+        return record
+
+    def end(self, record: Record) -> None:
+        if record.shown is not None:
+            record.shown.__exit__(None, None, None)
+            record.shown = None
+        record.live = dict(self.live)
+        self._stop(record)
+
+    def goes_on(self, record: Record) -> None:
+        """The host is done with it, and another thread is not: `over` is told when that is."""
+        self.end(record)
+        record.end, record.live = 0, None
+
+    def cancel(self, record: Record) -> None:
+        """It turned out that there was nothing to do."""
+        self.end(record)
+        if self.records is not None:
+            self.records.remove(record)
+
+    def over(self, records: Sequence[Record]) -> None:
+        """What actions have left under way beside the computation is done by now; called by any thread."""
+        for record in records:
+            if record.stream is None:
+                record.marks = None  # a host's own work has no place in the device's streams
+            self._stop(record)
+
+    # ---- collectives
+
+    def sent(self, verb: str, nbytes: int, label: str, axis: str) -> Record | None:
+        """A collective is about to be issued. Always counted; a record where somebody listens."""
+        self.traffic.calls[verb] += 1
+        self.traffic.sent_nbytes[verb] += nbytes
+        if not self.on:
+            return None
+        record = Record(MOVE, verb, self.step)
+        self._of(record, label)
+        record.nbytes, record.where = nbytes, axis
+        self._start(record)
+        return record
+
+    def waits(self, verb: str, label: str) -> Record:
+        """From here on whoever computes waits for it."""
+        record = Record(WAIT, verb, self.step)
+        self._of(record, label)
+        self._start(record)
+        return record
+
+    def arrived(self, record: Record) -> None:
+        """A move, or a wait, is over."""
+        self._stop(record)
+
+    @staticmethod
+    def _of(record: Record, label: str) -> None:
+        record.label = label
+        if isinstance(label, Label):
+            record.unit, record.lane = label.unit, label.lane
+
+    # ---- passes
+
+    def enter(self, verb: str, place: Place | None = None) -> None:
+        """A unit computes from here on, in forward or backward; or (without a place) the optimizer steps."""
+        record = Record(PASS, verb, self.step)
+        if place is not None:
+            record.unit, record.index = place.unit, place.index
+        self._start(record)
+        self._open.append(record)
+
+    def leave(self, verb: str, place: Place | None = None) -> None:
+        """The same is over; nothing where it was never entered, or nobody listened then."""
+        index = -1 if place is None else place.index
+        for at in range(len(self._open) - 1, -1, -1):
+            if self._open[at].index == index and self._open[at].verb == verb:
+                self._stop(self._open.pop(at))
+                return
+
+    def close(self, verb: str | None = None) -> None:
+        """All passes of a kind (None: of every kind) are over."""
+        if self._open:
+            for record in reversed(self._open):
+                if verb in (None, record.verb):
+                    self._stop(record)
+            self._open = [record for record in self._open if verb not in (None, record.verb)]
+
+    def count(self) -> None:
+        """Between passes, where what rests does not change: note its bytes."""
+        if self._residents is not None:
+            self.counts.append((perf_counter_ns(), self._residents()))
+
+    # ---- times
+
+    def _start(self, record: Record) -> None:
+        if self.records is not None:
+            self.records.append(record)
+            if self.clock is not None and self.clock.ticks and (record.kind != ACTION or record.verb in TIMED):
+                record.marks = [self.clock.mark(record.stream)]
+        record.begin = perf_counter_ns()
+
+    def _stop(self, record: Record) -> None:
+        record.end = perf_counter_ns()
+        if record.marks and self.clock is not None:
+            record.marks[1:] = [self.clock.mark(record.stream)]
+
+
+def in_words(nbytes: int) -> str:
+    """` 12.6 MB`, or nothing for none."""
+    if not nbytes:
+        return ""
+    size, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f" {nbytes} B" if unit == "B" else f" {size:.1f} {unit}"
