@@ -184,6 +184,25 @@ def test_moves_may_overlap(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(several_moves, 3) == [[True] * 6] * 3
 
 
+def asked_while_profiled() -> list[float]:
+    """Asks again and again whether gathers are done, under a profiler and hooks on saved tensors."""
+    axis, full = mesh_here(), torch.empty(4_000)
+    mine, sums = torch.full((2_000,), 1.0 + dist.get_rank()), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), hooks:
+        for _ in range(500):
+            move = verbs.gather(axis, full.zero_(), mine, "gather")
+            while not move.arrives_within(0):
+                pass
+            sums.append(float(move.wait().sum()))
+    return sums
+
+
+def test_asking_gloo_whether_a_gather_is_done_does_not_hang_under_a_profiler(ranks: Callable[..., list[Any]]) -> None:
+    """See Note [Asking Gloo whether a collective is done]."""
+    assert ranks(asked_while_profiled, 2) == [[6_000.0] * 500] * 2
+
+
 # Agreements
 
 

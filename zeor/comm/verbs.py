@@ -11,6 +11,13 @@ A reduce over Gloo, or with deterministic=True, is an all-to-all followed by a l
 accumulated in at least fp32 whatever the wire's dtype: the result does not depend on how a backend
 cuts its messages, so it is the same bits at every stage, and each rank sends the minimum. Over Gloo on a host
 this rank's own part stays where it is; an all-to-all would copy it into the received ones.
+
+Note [Asking Gloo whether a collective is done]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+`Work.is_completed` of Gloo waits for the work's lock without giving Python's own (the GIL) back. Under torch.profiler
+Gloo's thread ends a work with that lock held, and takes over the thread state of whoever started it; hooks on saved
+tensors are part of it, and copying them needs the GIL. Then both wait for ever (seen with torch 2.13). The work's
+future is done a moment earlier and is asked without a lock.
 """
 
 from __future__ import annotations
@@ -69,7 +76,7 @@ class Move:
 
     def arrives_within(self, seconds: float) -> bool:
         """Whether wait() will hold the host no longer than that; on an accelerator it never does."""
-        if all(work.is_completed() for work in self._works) or (seconds and self._axis.device.type != "cpu"):
+        if self._done() or (seconds and self._axis.device.type != "cpu"):
             return True
         if not seconds:
             return False
@@ -78,16 +85,21 @@ class Move:
             for work in self._works:
                 work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            return all(work.is_completed() for work in self._works)  # late, or failed: then wait() says how
+            return self._done()  # late, or failed: then wait() says how
         finally:
             if waited is not None:
                 self._axis.observer.arrived(waited)
         return True
 
+    def _done(self) -> bool:
+        """See Note [Asking Gloo whether a collective is done]."""
+        if self._axis.backend == "gloo":
+            return all(work.get_future().done() for work in self._works)
+        return all(work.is_completed() for work in self._works)
+
     def _begin_wait(self, record: Record) -> Record | None:
         """None where the host has nothing to wait for; on an accelerator only its stream can tell."""
-        done = self._axis.device.type == "cpu" and all(work.is_completed() for work in self._works)
-        if done or not self._axis.observer.on:
+        if not self._axis.observer.on or (self._axis.device.type == "cpu" and self._done()):
             return None
         return self._axis.observer.waits(record.verb, self._label)
 
