@@ -221,7 +221,11 @@ class Reduction:
             new = new.clone()  # its block goes back to the ledger
         self._ledger.give("receive", self._received)
         before, self.kept = earlier if self.kept is None else self.kept, None
-        return new if before is None else before.to(wide(before.dtype)).add_(new)
+        if before is None:
+            return new
+        if self._in_place and new.dtype == wide(before.dtype):
+            return new.add_(before)  # in the kept buffer, where the user may look at it
+        return before.to(wide(before.dtype)).add_(new)
 
     def spread_out(self, total: Tensor, own: Tensor, label: str) -> None:
         """Not waited for here: another rank may come to it only once this one's backward is over."""
