@@ -37,7 +37,7 @@ MEMBERS: dict[type, tuple[str, ...]] = {
 PYTHON = """
 zeor.CheckpointError(...): ValueError
 zeor.Offload(moments='host', master='host', grads='device', compute='device', update='device', folder=None, device_budget=None, host_budget=None, chunk=None, threads=None, pin=True, auto=False)
-zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, paths='auto', keep_whole=0)
+zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, compile=False, paths='auto', keep_whole=0)
 zeor.Precision(compute=None, reduce=None, master=None)
 zeor.Preempted(path, step): Exception
 zeor.RankError(rank, text): RuntimeError
@@ -64,7 +64,7 @@ zeor.predict(model, *, world=1, stage=3, precision=None, optimizer='AdamW', **op
 zeor.preempt(folder, model, optimizer=None, *, extra=None, data=None, keep=3, signals='SIGTERM', within=None, exit_code=0)
 zeor.report(model)
 zeor.save(folder, model, optimizer=None, *, step, extra=None, data=None, keep=3, asynchronous=False, busy='wait')
-zeor.shard(model, optimizer=None, *, stage=3, precision=None, reduction='mean', units=None, mesh=None, device=None, overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', paths='auto', timeout=None, offload=None, moments='exact', release=False, delay=0, methods=(), keep_whole=None, recompute=False, **unknown)
+zeor.shard(model, optimizer=None, *, stage=3, precision=None, reduction='mean', units=None, mesh=None, device=None, overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', paths='auto', timeout=None, offload=None, moments='exact', release=False, delay=0, methods=(), keep_whole=None, recompute=False, compile=False, **unknown)
 zeor.sync_buffers(model, how='mean', mesh=None)
 zeor.total(*values, mesh=None)
 zeor.trace(model, path, steps=None)

@@ -88,6 +88,7 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     methods: str | Sequence[str] = (),
     keep_whole: int | None = None,
     recompute: Any = False,
+    compile: bool | dict[str, Any] = False,
     **unknown: Any,
 ) -> Any:
     """Shard a model and its optimizer(s) over the ranks, in place. Returns (model, optimizer), or the model
@@ -123,15 +124,19 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     keep_whole=1024  parameters of at most so many elements (a temperature, a bias) stay whole on every rank at stage 3
                      too, so that they can be read and written anywhere; 0: none.
     recompute=False  True: units keep only their inputs for backward, which computes the rest again (about a third more
-                     time, the same bits); units of a single layer are left out. "offload": these inputs rest in host
-                     memory meanwhile. Or a list of modules or classes to do so for, with "offload" among them or not.
+                     time, the same bits); units of a single layer are left out. "auto": as many of them as memory has
+                     room for keep what they computed, from the fourth step on (compiled ones not yet). "offload":
+                     these inputs rest in host memory meanwhile. Or a list of modules or classes to do so for, with
+                     "offload" among them or not.
+    compile=False    True: torch.compile compiles each block, in place; what is compiled already stays. A dict gives it
+                     options. Graph breaks, and graphs that are made late, are told once.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
     options = {"stage": stage, "precision": precision, "reduction": reduction, "overlap": overlap, "prefetch": prefetch,
                "kernel": kernel, "deterministic": deterministic, "buffers": buffers, "nonfinite": nonfinite,
                "paths": paths, "timeout": timeout, "offload": offload, "moments": moments, "release": release,
-               "delay": delay, "methods": methods, "keep_whole": keep_whole, "recompute": recompute,
+               "delay": delay, "methods": methods, "keep_whole": keep_whole, "recompute": recompute, "compile": compile,
                **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
         return _shard(model, optimizer, mesh, units, device, options)

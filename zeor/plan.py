@@ -240,7 +240,8 @@ class Plan:
     moments: str = "exact"
     release: bool = False
     delay: int = 0
-    recompute: Any = False  # or True, "offload", or a tuple of classes and modules, which may hold "offload" too
+    recompute: Any = False  # or True, "auto", "offload", or a tuple of classes, modules and perhaps "offload"
+    compile: Any = False  # or options of torch.compile; parse() makes {} of True
     paths: str = "auto"
     keep_whole: int = 0  # parse() gives it KEEP_WHOLE; a drop-in knows no modules and keeps what the user has
 
@@ -262,6 +263,11 @@ class Plan:
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r}; give the seconds a collective may take, more than 0.")
         self._check_recompute()
+        if self.compile is not False and not isinstance(self.compile, dict):
+            raise ValueError(
+                f"compile={self.compile!r} is not known; use False, True, or options of torch.compile such as "
+                "{'mode': 'max-autotune-no-cudagraphs'}."
+            )
         self._check_update()
 
     def _check_recompute(self) -> None:
@@ -269,11 +275,11 @@ class Plan:
         if isinstance(wanted, tuple):  # modules and classes can be called; this file knows no more of them
             fits = bool(wanted) and all(each == "offload" or callable(each) for each in wanted)
         else:
-            fits = wanted is True or wanted is False or wanted == "offload"
+            fits = wanted is True or wanted is False or wanted in ("auto", "offload")
         if not fits:
             raise ValueError(
-                f"recompute={wanted!r} is not known; use False, True, 'offload', or a list of modules or module "
-                "classes, which may hold 'offload' too."
+                f"recompute={wanted!r} is not known; use False, True, 'auto', 'offload', or a list of modules or "
+                "module classes, which may hold 'offload' too."
             )
 
     def _check_update(self) -> None:
@@ -331,6 +337,8 @@ class Plan:
         options["offload"] = Offload.parse(options.get("offload"))
         if isinstance(options.get("recompute"), (list, tuple)):
             options["recompute"] = tuple(options["recompute"])
+        if options.get("compile") is True:
+            options["compile"] = {}
         if options.get("keep_whole") is None:
             options["keep_whole"] = KEEP_WHOLE
         methods = options.get("methods") or ()

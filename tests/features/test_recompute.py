@@ -172,7 +172,7 @@ def test_modules_and_classes_can_be_named():
 
 @pytest.mark.parametrize("wrong", ["ofload", 1, None, [], [True], ["ofload"], ()])
 def test_what_is_not_known_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"recompute=.* is not known; use False, True, 'offload', or a list"):
+    with pytest.raises(ValueError, match=r"recompute=.* is not known; use False, True, 'auto', 'offload', or a list"):
         zeor.shard(Net(), recompute=wrong)
 
 

@@ -58,7 +58,7 @@ def train(how: str, stage: int, steps: int = 4) -> tuple[list[float], list[int],
         for number, block in enumerate(blocks):
             model.blocks[number] = torch.compile(block, **BACKEND)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    zeor.shard(model, optimizer, stage=stage, units=[Block])
+    zeor.shard(model, optimizer, stage=stage, units=[Block], compile=BACKEND if how == "by option" else False)
     if how == "after shard":
         for block in blocks:
             block.compile(**BACKEND)
@@ -91,7 +91,7 @@ def compare_compiled(how: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["in place", "wrapped", "after shard"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "after shard", "by option"])
 def test_compiled_units_do_not_recompile_and_keep_loss_and_names(ranks, how):
     ranks(compare_compiled, 2, how, timeout=300)
 
@@ -105,3 +105,54 @@ def test_a_whole_model_compiled_breaks_its_graph_at_units_and_is_right(ranks):
 def test_a_wrapped_model_is_told_to_compile_in_place():
     with pytest.raises(TypeError, match=r"wrapped by torch.compile; .* model.compile\(\) .* block.compile\(\)"):
         zeor.shard(torch.compile(Net(), **BACKEND))
+
+
+# ---- zeor.shard(..., compile=)
+
+
+class Talkative(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            print(end="")  # nothing, but torch.compile cannot know
+        return super().forward(x)
+
+
+def told(caplog: pytest.LogCaptureFixture, rows: list[int], options: Any, block: type = Block) -> list[str]:
+    """What one process is told in steps over batches of so many rows."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Net()
+    model.blocks = nn.ModuleList(block() for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, compile=options)
+    caplog.clear()
+    for count in rows:
+        model(torch.ones(count, 3)).sum().backward()
+        optimizer.step()
+    return [record.message for record in caplog.records if record.message.startswith("compile=")]
+
+
+@pytest.mark.long
+def test_late_graphs_and_graph_breaks_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert told(caplog, [4, 4, 4, 4], BACKEND) == []
+    late = told(caplog, [4, 4, 4, 5, 6, 7], BACKEND)
+    assert len(late) == 1 and "another graph at step 4" in late[0]
+    assert told(caplog, [4, 4, 4, 5, 6, 7], {**BACKEND, "dynamic": True}) == []
+    broken = told(caplog, [3, 3, 3], BACKEND, Talkative)
+    assert len(broken) == 1 and "broke graphs at 1 place(s)" in broken[0]
+
+
+@pytest.mark.long
+def test_what_is_compiled_already_stays() -> None:
+    model = Net()
+    model.blocks[0].compile(**BACKEND)
+    before = model.blocks[0]._compiled_call_impl
+    zeor.shard(model, compile=BACKEND)
+    assert model.blocks[0]._compiled_call_impl is before
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    assert model.first._compiled_call_impl is None and model._compiled_call_impl is None
+
+
+def test_what_compile_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile='fast' is not known; use False, True, or options of torch.compile"):
+        zeor.shard(Net(), compile="fast")

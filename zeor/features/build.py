@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from zeor.features.compiling import Compiling
 from zeor.features.first_batch import FirstBatch
 from zeor.features.freezing import Freezing
 from zeor.features.mean_loss import Counts
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.nonfinite import NonFinite
 from zeor.features.plain_grads import PlainGrads
-from zeor.features.recompute import Recompute
+from zeor.features.recompute import AutoRecompute, Recompute, blocks_of
 from zeor.features.release import Release
 from zeor.features.settings import Settings
 from zeor.step.engine import Engine
@@ -57,7 +58,11 @@ class Builder:
         if not first_batch.done:
             features.append(first_batch)
         if model is not None:
-            features.append(Recompute(units, plan.recompute, axes.device))
+            auto = plan.recompute == "auto"
+            made = AutoRecompute(units, axes.device) if auto else Recompute(units, plan.recompute, axes.device)
+            features.append(made)
+            if plan.compile is not False:
+                features.append(Compiling(model, blocks_of(units), plan.compile))
             buffers = ModuleBuffers(axes, model, plan.buffers)
             if buffers.told_count:
                 features.append(buffers)

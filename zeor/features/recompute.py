@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zeor.features.activations import Kept, Packed, Shelf
+from zeor.features.keeping import Keeping
 from zeor.model.wrapped import unwrapped
-from zeor.step.extension import Extension
+from zeor.step.extension import NEWS, Extension
 from zeor.step.passes import inside_backward
 from zeor.step.unit import Unit
 
@@ -72,7 +73,7 @@ class Recompute(Extension):
         if module.training:
             args, kwargs = _without_caches(args, kwargs)
         if self.shelf is None:
-            return checkpoint(lambda _, *a: forward(*a, **kwargs), self._marker, *args, use_reentrant=False)
+            return self._checkpointed(forward, args, kwargs)
         kept = Kept(self.shelf, (args, kwargs))
 
         def again(_: Tensor) -> Any:
@@ -82,6 +83,9 @@ class Recompute(Extension):
         output = checkpoint(again, self._marker, use_reentrant=False)
         kept.check()
         return output
+
+    def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return checkpoint(lambda _, *a: forward(*a, **kwargs), self._marker, *args, use_reentrant=False)
 
     @_disable_dynamo
     def packed(self) -> Packed | None:
@@ -106,6 +110,45 @@ class Recompute(Extension):
                 stacklevel=2,
             )
         return False
+
+
+class AutoRecompute(Recompute):
+    """recompute="auto": some of the chosen units keep their activations, see keeping.py."""
+
+    riding = NEWS
+
+    def __init__(self, units: Sequence[Unit], device: torch.device):
+        super().__init__(units, True, device)
+        self.keeping = Keeping(device)
+
+    def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.keeping.enter((args, kwargs))
+        if self.keeping.keeps(call):
+            return forward(*args, **kwargs)
+        return super()._checkpointed(self.keeping.metered(call, forward), args, kwargs)
+
+    def begin_forward(self, train: bool, alone: bool) -> None:
+        if train:
+            self.keeping.begin_forward()
+
+    @property
+    def told_count(self) -> int:
+        return 1
+
+    def told(self) -> list[int]:
+        return [self.keeping.told()]
+
+    def heard(self, largest: Sequence[int]) -> None:
+        self.keeping.heard(largest[0])
+
+    def grads_there(self) -> None:
+        self.keeping.end_backward()
+
+    def abandon(self) -> None:
+        self.keeping.end_backward()
+
+    def end_step(self) -> None:
+        self.keeping.end_step()
 
 
 def asks_offload(wanted: Any) -> bool:
@@ -148,8 +191,11 @@ def _chosen(units: Sequence[Unit], wanted: Any) -> list[nn.Module]:
     root = units[0].module
     assert root is not None
     named = find_wanted(root, wanted)
-    if named or wanted is False:
-        return named
+    return named if named or wanted is False else blocks_of(units)
+
+
+def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
+    """Point 1 of Note [Which units are computed again]."""
     modules = [unit.module for unit in units[1:] if unit.module is not None]
     able = {module for module in modules if next(module.children(), None) is not None}
     return [m for m in modules if m in able and not any(inner in able for inner in m.modules() if inner is not m)]

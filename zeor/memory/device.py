@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -256,6 +256,8 @@ def describe(device: torch.device) -> str:
 class DeviceMemory:
     """What an accelerator's memory is used for; on a host nothing is known of it."""
 
+    _peaks: ClassVar[dict[torch.device, int]] = {}  # from before torch's own count was reset here
+
     def __init__(self, device: torch.device):
         self._device, self._module = device, None
         if device.type != "cpu":
@@ -274,8 +276,23 @@ class DeviceMemory:
             _, total = self._module.mem_get_info(self._device)
             self._module.set_per_process_memory_fraction(min(1.0, nbytes / total), self._device)
 
+    def used_nbytes(self) -> int:
+        return 0 if self._module is None else int(self._module.memory_allocated(self._device))
+
     def peak_nbytes(self) -> int:
-        return 0 if self._module is None else int(self._module.max_memory_allocated(self._device))
+        """The most that was ever in use, or since somebody else reset torch's count."""
+        if self._module is None:
+            return 0
+        return max(int(self._module.max_memory_allocated(self._device)), self._peaks.get(self._device, 0))
+
+    def reset_peak(self) -> int:
+        """The most that was in use since the last time; torch's count starts anew."""
+        if self._module is None:
+            return 0
+        peak = int(self._module.max_memory_allocated(self._device))
+        self._peaks[self._device] = max(peak, self._peaks.get(self._device, 0))
+        self._module.reset_peak_memory_stats(self._device)
+        return peak
 
     def failures(self) -> int:
         """How often memory ran out so far."""

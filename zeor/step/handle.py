@@ -173,10 +173,9 @@ class Handle(Held):
         grads = self.slot.lane.grads
         if grads is None or not grads.has[self.slot.index]:
             return None
-        view = self.grad_view()
-        if self.slot.lane.key.compute_dtype == torch.float16 and TracingContext.try_get() is not None:
-            return None  # torch.compile looks at a parameter's gradient, and wants one of the parameter's dtype
-        return view
+        if TracingContext.try_get() is not None:
+            return None  # torch.compile looks at a parameter's gradient, and can make nothing of a view
+        return self.grad_view()
 
     def set_grad(self, value: Tensor | None) -> None:
         grads, services = self.slot.lane.grads, self._services

@@ -1,0 +1,227 @@
+"""Which recomputed units keep their activations after all: `zeor.shard(..., recompute="auto")`.
+
+Memory that is free is speed: a unit that keeps what its backward needs is computed once. How much that is, and how much
+is free when, is measured in one step in which every chosen unit is computed again; then as many calls as fit keep
+theirs. `choose` is the decision, in integers alone. How a unit is computed again: recompute.py.
+
+Note [What is kept]
+~~~~~~~~~~~~~~~~~~~
+1. The first step makes state and gradients. The second is measured: what each recomputation leaves alive is what its
+   call would keep, and the peaks between the beginnings of recomputations say how much is in use when which calls are
+   still to come. (The peak that torch counts starts anew at each of them, in that step alone; on a host there are no
+   peaks, and the limit is a share of what is free.) The third step agrees, and from the fourth on calls keep theirs.
+2. Kept are the last calls of a pass, so many as fit. Their memory is the first to be free again, and gradients, which
+   come meanwhile, take its place.
+3. Ranks agree on the least number, by the exchange that ends a backward, and each keeps at most what fits on itself.
+   Bits are the same either way: a recomputation repeats its random numbers.
+4. A call with larger inputs than were measured is computed again, and the next step measures anew; so does the step
+   after one in which memory ran out. What ranks have agreed on never grows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeor.memory.device import DeviceMemory, local_world
+from zeor.step.passes import inside_backward
+from zeor.tiers.host import free_host_nbytes
+
+HOST_SHARE = 0.8  # of what is free on a host: the rest is for what the next steps and others need
+HOLES = 0.02  # of an accelerator's memory, left for what lies between the allocator's blocks
+_ALL = 1 << 20  # more calls than any pass has
+_GIB = 1 << 30
+
+log = logging.getLogger("zeor")
+
+
+class Interval(NamedTuple):
+    """From the beginning of one recomputation to the next, every call being computed again."""
+
+    peak_nbytes: int
+    to_come: frozenset[int]  # calls whose activations are still needed then, the one that is being computed left out
+
+
+def choose(needs: Sequence[int], intervals: Sequence[Interval], limit_nbytes: int) -> int:
+    """How many of the last calls may keep their activations, which take so many bytes: see Note [What is kept]."""
+    for count in range(len(needs), 0, -1):
+        kept = range(len(needs) - count, len(needs))
+        if expected_nbytes(needs, intervals, kept) <= limit_nbytes:
+            return count
+    return 0
+
+
+def expected_nbytes(needs: Sequence[int], intervals: Sequence[Interval], kept: Sequence[int]) -> int:
+    """The peak where these calls keep their activations."""
+    return max(
+        (peak + sum(needs[call] for call in kept if call in to_come) for peak, to_come in intervals), default=0
+    )
+
+
+class Call(NamedTuple):
+    number: int  # in this pass
+    nbytes: int  # of its inputs
+
+
+class Keeping:
+    """Of one model. `told` and `heard` are the numbers by which ranks agree."""
+
+    def __init__(self, device: torch.device):
+        self._memory, self._device = DeviceMemory(device), device
+        self._failures = self._memory.failures()
+        self._measures = False
+        self._agreed: int | None = None  # how many of the last calls keep their activations; None: nobody has said
+        self._most: int | None = None  # how many may on this rank; None: not known yet
+        self._asks = 0
+        self._begin_pass()
+        self._forget()
+
+    def _begin_pass(self) -> None:
+        self._entered = 0  # calls
+        self._begun: set[int] = set()  # calls that were computed again
+        self._forwards = self._backwards = 0
+
+    def _forget(self) -> None:
+        self._sizes: list[int] = []  # by call: the largest inputs that were measured
+        self._needs: list[int] = []  # by call: bytes alive after its recomputation
+        self._intervals: list[Interval] = []
+
+    # ---- a forward
+
+    def begin_forward(self) -> None:
+        self._forwards += 1
+
+    def enter(self, arguments: Any) -> Call:
+        """A call that may keep its activations begins."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if self._measures and not self._entered:
+            self._memory.reset_peak()
+        self._entered += 1
+        return Call(self._entered - 1, sum(each.nbytes for each in tensors))
+
+    def keeps(self, call: Call) -> bool:
+        if self._measures or self._most is None or call.number >= len(self._sizes):
+            return False
+        if call.nbytes > self._sizes[call.number]:
+            self._most = None  # the next step measures anew; until then all are computed again
+            return False
+        return call.number >= len(self._sizes) - min(self._agreed or 0, self._most)
+
+    # ---- a backward
+
+    def metered(self, call: Call, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a call, whose recomputation is measured if this step is."""
+        if not self._measures:
+            return forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not inside_backward():
+                return forward(*args, **kwargs)
+            with self._measured(call):
+                return forward(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _measured(self, call: Call) -> Iterator[None]:
+        self._end_interval()
+        self._begun.add(call.number)
+        before, alive = self._memory.used_nbytes(), Alive()
+        try:
+            with alive if self._device.type == "cpu" else nullcontext():
+                yield
+        finally:  # torch ends a recomputation by an exception, as soon as it has all it needs
+            need = alive.nbytes() if self._device.type == "cpu" else self._memory.used_nbytes() - before
+            _raise_to(self._needs, call.number, need)
+            _raise_to(self._sizes, call.number, call.nbytes)
+
+    def _end_interval(self) -> None:
+        # Of a graph that is gone through a second time nobody knows what is still to come.
+        calls = frozenset(range(self._entered or len(self._needs)))
+        self._intervals.append(Interval(self._memory.reset_peak(), calls - self._begun))
+
+    def end_backward(self) -> None:
+        if self._measures and self._begun:
+            self._end_interval()
+        self._backwards += 1
+        if self._backwards >= self._forwards:  # else there are forwards whose backward is still to come
+            self._begin_pass()
+
+    # ---- a step
+
+    def end_step(self) -> None:
+        self._begin_pass()
+        failures, self._failures = self._failures, self._memory.failures()
+        if self._measures and self._needs:
+            self._decide()
+        elif self._most is None or self._failures > failures:
+            self._forget()
+            self._most, self._measures = None, True
+
+    def _decide(self) -> None:
+        total, limit = len(self._needs), self._limit_nbytes()
+        self._measures, self._most = False, choose(self._needs, self._intervals, limit)
+        self._asks = _ALL - self._most
+        kept = range(total - self._most, total)
+        held, expected = sum(self._needs[call] for call in kept), expected_nbytes(self._needs, self._intervals, kept)
+        log.info(
+            "recompute=auto: %d of %d calls may keep their activations (%.2f GiB); expected at most %.2f of %.2f GiB",
+            self._most, total, held / _GIB, expected / _GIB, limit / _GIB,
+        )  # fmt: skip
+
+    # ---- what ranks agree on
+
+    def told(self) -> int:
+        """0, or the more the fewer calls may keep their activations here."""
+        asks, self._asks = self._asks, 0
+        return asks
+
+    def heard(self, most_asked: int) -> None:
+        """The most that any rank has told."""
+        if most_asked:
+            count = _ALL - most_asked
+            self._agreed = count if self._agreed is None else min(self._agreed, count)
+
+    def _limit_nbytes(self) -> int:
+        total = self._memory.total_nbytes()
+        if total is not None:
+            return int((1 - HOLES) * total)
+        free = free_host_nbytes()
+        return 1 << 62 if free is None else int(HOST_SHARE * free / local_world())
+
+
+def _raise_to(values: list[int], place: int, value: int) -> None:
+    values.extend([0] * (place + 1 - len(values)))
+    values[place] = max(values[place], value)
+
+
+class Alive(TorchDispatchMode):
+    """What operations inside make, and of it what is alive. For a host, whose allocator does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in _strided((args, kwargs))}
+        for each in _strided(result):
+            storage = each.untyped_storage()
+            if storage._cdata not in given:  # else a view, or written in place
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def nbytes(self) -> int:
+        return sum(nbytes for ref, nbytes in self._made.values() if not ref.expired())
+
+
+def _strided(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor) and each.layout is torch.strided]
