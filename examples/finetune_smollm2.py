@@ -101,9 +101,9 @@ def main() -> None:
     asked.add_argument("--windows", type=int, help="evaluate on so many windows of held-out text only")
     asked.add_argument("--tokens", type=int, default=60, help="tokens to generate")
     options = asked.parse_args()
+    folder = fetch("smollm2")  # before the process group: once there is one, transformers saves on rank 0 alone
     place = Place(options.seed)
 
-    folder = fetch("smollm2")
     tokenizer = tokenizer_of(folder)
     seen, held_out = tokens(["shakespeare"], tokenizer, options.limit)
     precision = options.precision or ("bf16" if place.device.type == "cuda" else "fp32")

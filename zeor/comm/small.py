@@ -79,7 +79,7 @@ class Channel:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self._last: Future[Tensor] | None = None
+        self._last: Callable[[], Future[Tensor] | None] = lambda: None  # the last one started, while somebody holds it
 
     def start(self, axis: Axis, values: Tensor, kind: int = PASS) -> Future[Tensor]:
         """Returns at once."""
@@ -89,12 +89,13 @@ class Channel:
             weakref.finalize(self, self._jobs.put, None)
         answer: Future[Tensor] = Future()
         self._jobs.put(_job(axis, values, kind, answer))
-        self._last = answer
+        self._last = weakref.ref(answer)
         return answer
 
     def ask(self, axis: Axis, values: Tensor, seconds: float | None = None, kind: int = PASS) -> Tensor:
         """Waits for the answer; with `seconds` only so long, then concurrent.futures.TimeoutError."""
-        if seconds is None and (self._last is None or self._last.done()):
+        last = self._last()
+        if seconds is None and (last is None or last.done()):
             return largest(axis, values, kind)
         return self.start(axis, values, kind).result(seconds)
 
