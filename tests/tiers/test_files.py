@@ -23,11 +23,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from zeor.memory.pages import PAGE_NBYTES
 from zeor.plan import default_folder
 from zeor.tiers import files
 from zeor.tiers.files import DiskArray, DiskFolder
 from zeor.tiers.folders import free_disk_nbytes
-from zeor.tiers.host import PAGE_NBYTES, HostArena
+from zeor.tiers.host import HostArena
 from zeor.tiers.rest import Rest
 
 NUMEL = 3 * 4096 + 777

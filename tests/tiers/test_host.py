@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from zeor.memory import device
+from zeor.memory.pages import PAGE_NBYTES
 from zeor.tiers import host
-from zeor.tiers.host import PAGE_NBYTES, HostArena, free_host_nbytes, room_nbytes
+from zeor.tiers.host import HostArena, free_host_nbytes, room_nbytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.int8, torch.uint8, torch.float64]
 

@@ -160,12 +160,14 @@ def _keeps_own(axis: Axis) -> bool:
     return axis.backend == "gloo" and axis.device.type == "cpu"
 
 
-def reduce(axis: Axis, full: Tensor, received: Tensor, factor: float, label: str, in_place: bool = False) -> Move:
+def reduce(
+    axis: Axis, full: Tensor, received: Tensor, factor: float, label: str, into: Tensor | None = None
+) -> Move:
     """PARTIAL -> SLICE: the sum over ranks of this rank's part, times `factor`, in full's dtype.
 
     Neither `full` nor `received` (of `reduce_receives` elements) may be touched until the move is finished.
-    The result is `full` itself in a world of one, `received` where the backend reduces; else memory of its own, or
-    with `in_place` this rank's part of `full`.
+    The result is `full` itself in a world of one, `received` where the backend reduces; else `into`, which may be this
+    rank's part of `full`, or new memory.
     """
     if axis.size == 1:
         return Move(axis, label, (), lambda: full if factor == 1.0 else full.mul_(factor))
@@ -182,7 +184,7 @@ def reduce(axis: Axis, full: Tensor, received: Tensor, factor: float, label: str
         parts.insert(axis.rank, own)
 
     def finish() -> Tensor:
-        return _sum_in_rank_order(parts, factor, own if in_place else torch.empty_like(own))
+        return _sum_in_rank_order(parts, factor, torch.empty_like(own) if into is None else into)
 
     return _start(axis, label, lambda: _exchange_parts(axis, full, received), finish, record)
 

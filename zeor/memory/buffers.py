@@ -27,7 +27,6 @@ gather into it is waited for at once), and after a step it is filled anew (`Lent
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from zeor.memory.pages import LARGE_NBYTES, mapped
 
 _use_count = Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
 
@@ -49,7 +50,6 @@ class Ledger:
         self._idle: list[Tensor] = []  # see Note [Idle blocks]
         self._blocks: dict[int, Tensor] = {}  # handed out, by address
         self._waiting: list[FullBuffer] = []  # freed, and somebody still looks at them: see Note [Lent]
-        self._largest_nbytes = 0
 
     def add(self, kind: str, nbytes: int) -> None:
         self.live[kind] = self.live.get(kind, 0) + nbytes
@@ -76,7 +76,9 @@ class Ledger:
     # Note [Idle blocks]
     # On a host, allocating and freeing megabytes at a time tears holes into the heap between longer-lived
     # tensors and touches new pages; an accelerator's allocator caches by itself. So blocks that came and went
-    # are kept on the host, all of the size of the largest asked for, and handed out again.
+    # are kept on the host and handed out again, the smallest that fits. Where none fits, the largest idle one is
+    # given up for one of the size asked for. So there are never more blocks than were ever in use at once, and each
+    # exchange makes their sum larger: after a few steps none is made any more.
 
     def take(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer, to be given back by `give`."""
@@ -84,14 +86,9 @@ class Ledger:
         self.add(kind, nbytes)
         if device.type != "cpu" or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
-        fitting = [block for block in self._idle if block.numel() >= nbytes]
-        block = min(fitting, key=Tensor.numel) if fitting else None
-        if block is None:
-            self._idle.clear()  # too small for what is asked for now, so they would stay too small
-            self._largest_nbytes = max(self._largest_nbytes, nbytes)
-            block = torch.empty(self._largest_nbytes, dtype=torch.uint8)
-        else:
-            self._idle = [other for other in self._idle if other is not block]
+        found, given_up = _choose(self._idle, nbytes)
+        self._idle = [block for block in self._idle if block is not found and block is not given_up]
+        block = _new_block(nbytes) if found is None else found
         self._blocks[block.data_ptr()] = block
         return block[:nbytes].view(dtype)
 
@@ -103,13 +100,27 @@ class Ledger:
             self._idle.append(block)
 
 
+def _choose(idle: Sequence[Tensor], nbytes: int) -> tuple[Tensor | None, Tensor | None]:
+    """The block to be used, or None and the one to be given up for a new one: see Note [Idle blocks]."""
+    fitting = [block for block in idle if block.numel() >= nbytes]
+    if fitting:
+        return min(fitting, key=Tensor.numel), None
+    return None, max(idle, key=Tensor.numel, default=None)
+
+
+def _new_block(nbytes: int) -> Tensor:
+    if nbytes < LARGE_NBYTES:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return lasting(nbytes, torch.uint8, torch.device("cpu"))
+
+
 def lasting(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat buffer of zeros that stays: on a host in pages of its own, so that the heap is left to what comes and
     goes, and has no holes between buffers that never move."""
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes == 0:
         return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype)
+    return mapped(nbytes).view(dtype)
 
 
 class FullBuffer:

@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from zeor.memory.pages import PAGE_NBYTES
 from zeor.memory.roles import Residency
 from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.streaming import IN_FLIGHT
@@ -29,7 +30,6 @@ from zeor.planner.computed_again import shelf_nbytes
 from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
 from zeor.planner.trace import Trace
 from zeor.spec.keys import lane_key
-from zeor.tiers.host import PAGE_NBYTES
 
 _MIB = 1 << 20
 # cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.

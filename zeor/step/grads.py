@@ -207,7 +207,9 @@ class Reduction:
     def start(self, buffer: Tensor, factor: float, label: str) -> None:
         numel = verbs.reduce_receives(self._axes.shard, buffer.numel())
         self._received = self._ledger.take("receive", numel, self.dtype, self._axes.device)
-        self.move = verbs.reduce(self._axes.shard, buffer, self._received, factor, label, in_place=self._in_place)
+        axis = self._axes.shard
+        into = buffer.view(axis.size, -1)[axis.rank] if self._in_place else None
+        self.move = verbs.reduce(axis, buffer, self._received, factor, label, into)
 
     def arrives_within(self, seconds: float) -> bool:
         return self.move is None or self.move.arrives_within(seconds)

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeor.memory.pages import PAGE_NBYTES
 from zeor.tiers.folders import OwnFolder, array_name, free_disk_nbytes, unusable
-from zeor.tiers.host import PAGE_NBYTES
 
 PIECE_NBYTES = 8 << 20  # of a request, moved by one thread
 WORKERS = 8

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from zeor.memory import device
+from zeor.memory.pages import LARGE_PAGE_NBYTES, PAGE_NBYTES
 
-PAGE_NBYTES = 4096
-_HUGE_PAGE_NBYTES = 2 << 20
 _GIB = 1 << 30
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -135,17 +134,17 @@ class _Block:
     def mapped(cls, nbytes: int) -> tuple[_Block, Tensor]:
         """Fresh pages, all of them there: faulted in by all of torch's threads, large ones where there are."""
         # Room to begin at a large page; what is not touched takes no memory.
-        slack = _HUGE_PAGE_NBYTES if nbytes >= _HUGE_PAGE_NBYTES else 0
+        slack = LARGE_PAGE_NBYTES if nbytes >= LARGE_PAGE_NBYTES else 0
         pages = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = memoryview(pages)
         with torch.inference_mode(False):
             whole = torch.frombuffer(buffer, dtype=torch.uint8)
-            begin = -whole.data_ptr() % _HUGE_PAGE_NBYTES if slack else 0
+            begin = -whole.data_ptr() % LARGE_PAGE_NBYTES if slack else 0
             block, memory = cls(pages, begin, nbytes), whole[begin : begin + nbytes]
             weakref.finalize(buffer, block._release)
             if slack and hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a system without large pages
-                    pages.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // _HUGE_PAGE_NBYTES * _HUGE_PAGE_NBYTES)
+                    pages.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES)
             memory.zero_()
         return block, memory
 

@@ -21,8 +21,9 @@ from zeor.checkpoint.files.blocks import BlockReader
 from zeor.checkpoint.files.disk import Disk
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import BLOCK_NBYTES, FileInfo, digest
-from zeor.checkpoint.files.pages import PAGE_NBYTES, Scratch, address_of, empty_at, fits
+from zeor.checkpoint.files.pages import Scratch, address_of, empty_at, fits
 from zeor.checkpoint.files.writer import Source, write_file
+from zeor.memory.pages import PAGE_NBYTES
 
 BLOCK = 16 * PAGE_NBYTES
 

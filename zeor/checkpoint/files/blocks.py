@@ -24,8 +24,9 @@ from torch import Tensor
 
 from zeor.checkpoint.files.errors import CheckpointError, readable
 from zeor.checkpoint.files.manifest import FileInfo, new_hash
-from zeor.checkpoint.files.pages import PAGE_NBYTES, Bytes, Scratch, address_of, fits
+from zeor.checkpoint.files.pages import Bytes, Scratch, address_of, fits
 from zeor.checkpoint.files.urls import Place, Url
+from zeor.memory.pages import PAGE_NBYTES
 
 _URL_THREADS = 8  # a store answers slowly, but many at once
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)

@@ -1,13 +1,12 @@
-"""Memory that a disk can write into by itself: whole pages at the right place, large pages where the system has them.
+"""Memory that a disk can write into by itself: whole pages at the right place.
 
 A direct read (O_DIRECT) skips the page cache and its copy, and asks that position in the file and address agree
 modulo a page. Memory for a range of a file is therefore cut so that its address lies as its bytes lie in the file.
-Large pages spare most of the faults of fresh memory. `Scratch` is memory to read a block into before it goes on.
+`Scratch` is memory to read a block into before it goes on.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,31 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PAGE_NBYTES = 4096
-_LARGE_PAGE_NBYTES = 2 << 20
-_LARGE_NBYTES = 4 << 20  # from here on large pages are asked for
+from zeor.memory.pages import LARGE_NBYTES, PAGE_NBYTES, mapped
 
 Bytes = np.ndarray[Any, Any]  # of the host
 
 
 def empty_at(nbytes: int, residue: int) -> Tensor:
     """Bytes whose address is `residue` modulo a page, as far as it matters: small ones lie anywhere."""
-    if nbytes >= _LARGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= LARGE_NBYTES:
         try:
-            return _mapped(nbytes, residue)
+            return mapped(nbytes, residue)
         except (OSError, ValueError):
             pass  # the system has given all the mappings it gives; large pages it may refuse without an error
     return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _mapped(nbytes: int, residue: int) -> Tensor:
-    """It begins in the first page of a large one. What of the mapping lies before, nobody touches: it takes no memory.
-    The rest behind the last whole large page is of small ones, so that none is taken in vain."""
-    room = mmap.mmap(-1, nbytes + _LARGE_PAGE_NBYTES + PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    begin = -address_of(np.frombuffer(room, dtype=np.uint8)) % _LARGE_PAGE_NBYTES
-    large_nbytes = (residue + nbytes) // _LARGE_PAGE_NBYTES * _LARGE_PAGE_NBYTES
-    room.madvise(mmap.MADV_HUGEPAGE, begin, large_nbytes)
-    return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=begin + residue)
 
 
 def fits(parts: Sequence[Bytes], position: int) -> bool:

@@ -19,11 +19,12 @@ from torch import Tensor
 from zeor.checkpoint.files.blocks import BlockReader
 from zeor.checkpoint.files.errors import CheckpointError
 from zeor.checkpoint.files.manifest import MOST_MANIFEST_NBYTES, FileInfo, Manifest, Stored, StoredPiece
-from zeor.checkpoint.files.pages import PAGE_NBYTES, empty_at
+from zeor.checkpoint.files.pages import empty_at
 from zeor.checkpoint.files.plain import DTYPES
 from zeor.checkpoint.files.tensorfile import TensorEntry, parse_header
 from zeor.checkpoint.files.urls import Place
 from zeor.layout.boxes import Box, boxes_of_range, intersection, start_of
+from zeor.memory.pages import PAGE_NBYTES
 
 _HOST = torch.device("cpu")
 

@@ -1,0 +1,34 @@
+"""Fresh host memory in pages of its own, large ones where the system has them.
+
+Memory that stays for long, or is large, leaves the heap to what comes and goes. Large pages spare most of the faults of
+fresh memory and most look-ups of its addresses. The pages are private: what a forked process writes is its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+PAGE_NBYTES = 4096
+LARGE_PAGE_NBYTES = 2 << 20
+LARGE_NBYTES = 4 << 20  # from here on large pages are asked for
+
+
+def mapped(nbytes: int, residue: int = 0) -> Tensor:
+    """Zeros, as bytes, whose address is `residue` modulo a page. OSError or ValueError: the system gives no more
+    mappings."""
+    if nbytes < LARGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.frombuffer(_fresh(residue + nbytes), dtype=torch.uint8, count=nbytes, offset=residue)
+    # It begins in the first page of a large one. What of the mapping lies before, nobody touches: it takes no memory.
+    # The rest behind the last whole large page is of small ones, so that none is taken in vain.
+    room = _fresh(nbytes + LARGE_PAGE_NBYTES + PAGE_NBYTES)
+    begin = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % LARGE_PAGE_NBYTES
+    large_nbytes = (residue + nbytes) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES
+    room.madvise(mmap.MADV_HUGEPAGE, begin, large_nbytes)
+    return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=begin + residue)
+
+
+def _fresh(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
