@@ -1,4 +1,4 @@
-"""Blocks that come and go, and pages that stay: what each gives, and how much is kept."""
+"""Blocks that come and go, memory that is handed out again, pages that stay: what each gives, and how much is kept."""
 
 from __future__ import annotations
 
@@ -62,6 +62,36 @@ def test_after_some_rounds_no_block_is_made_any_more(asked: list[tuple[int, int]
     assert kept[-1] == kept[-2]
     assert len(kept[-1]) <= most and ledger.live_nbytes == 0
     assert max(kept[-1]) == max(numel for numel, _ in asked)
+
+
+# ---- memory that is free when nobody holds it
+
+
+def test_memory_is_handed_out_again_once_nobody_holds_a_tensor_over_it() -> None:
+    ledger = Ledger()
+    first = ledger.reuse(8, torch.float32, HOST)
+    address = first.data_ptr()
+    part = first[2:4]
+    second = ledger.reuse(8, torch.float32, HOST)
+    del first
+    third = ledger.reuse(8, torch.float32, HOST)  # the part still looks at the first
+    assert len({address, second.data_ptr(), third.data_ptr()}) == 3
+    del part
+    assert ledger.reuse(6, torch.float32, HOST).data_ptr() == address
+
+
+def test_an_array_over_it_counts_too() -> None:
+    ledger = Ledger()
+    array = ledger.reuse(4, torch.float32, HOST).fill_(7.0).numpy()
+    ledger.reuse(4, torch.float32, HOST).fill_(1.0)
+    assert array.tolist() == [7.0] * 4
+
+
+def test_what_is_free_and_too_small_is_not_kept() -> None:
+    ledger = Ledger()
+    for numel in (1, 2, 3):
+        ledger.reuse(numel, torch.float32, HOST)
+    assert [block.numel() for block in ledger._reused] == [12]
 
 
 # ---- pages

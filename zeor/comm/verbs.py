@@ -161,13 +161,13 @@ def _keeps_own(axis: Axis) -> bool:
 
 
 def reduce(
-    axis: Axis, full: Tensor, received: Tensor, factor: float, label: str, into: Tensor | None = None
+    axis: Axis, full: Tensor, received: Tensor, factor: float, label: str, into: Callable[[], Tensor] | None = None
 ) -> Move:
     """PARTIAL -> SLICE: the sum over ranks of this rank's part, times `factor`, in full's dtype.
 
     Neither `full` nor `received` (of `reduce_receives` elements) may be touched until the move is finished.
-    The result is `full` itself in a world of one, `received` where the backend reduces; else `into`, which may be this
-    rank's part of `full`, or new memory.
+    The result is `full` itself in a world of one, `received` where the backend reduces; else the memory that `into`
+    gives when the parts are there (None: new memory), which may be this rank's part of `full`.
     """
     if axis.size == 1:
         return Move(axis, label, (), lambda: full if factor == 1.0 else full.mul_(factor))
@@ -184,7 +184,7 @@ def reduce(
         parts.insert(axis.rank, own)
 
     def finish() -> Tensor:
-        return _sum_in_rank_order(parts, factor, torch.empty_like(own) if into is None else into)
+        return _sum_in_rank_order(parts, factor, torch.empty_like(own) if into is None else into())
 
     return _start(axis, label, lambda: _exchange_parts(axis, full, received), finish, record)
 

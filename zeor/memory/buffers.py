@@ -49,6 +49,7 @@ class Ledger:
         self.peak_nbytes = 0
         self._idle: list[Tensor] = []  # see Note [Idle blocks]
         self._blocks: dict[int, Tensor] = {}  # handed out, by address
+        self._reused: dict[Tensor, tuple[int, int]] = {}  # by block: its storage, and how often that is held while idle
         self._waiting: list[FullBuffer] = []  # freed, and somebody still looks at them: see Note [Lent]
 
     def add(self, kind: str, nbytes: int) -> None:
@@ -98,6 +99,21 @@ class Ledger:
         block = self._blocks.pop(flat.data_ptr(), None)
         if block is not None:
             self._idle.append(block)
+
+    def reuse(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer that is handed out again once nobody holds a tensor over it; it is not counted here."""
+        nbytes = numel * dtype.itemsize
+        if device.type != "cpu" or numel == 0:
+            return torch.empty(numel, dtype=dtype, device=device)
+        free = [block for block, (key, own) in self._reused.items() if torch._C._storage_Use_Count(key) == own]
+        found, given_up = _choose(free, nbytes)
+        if given_up is not None:
+            del self._reused[given_up]
+        if found is None:
+            found = _new_block(nbytes)
+            key = found.untyped_storage()._cdata
+            self._reused[found] = key, torch._C._storage_Use_Count(key)
+        return found[:nbytes].view(dtype)
 
 
 def _choose(idle: Sequence[Tensor], nbytes: int) -> tuple[Tensor | None, Tensor | None]:

@@ -207,8 +207,9 @@ class Reduction:
     def start(self, buffer: Tensor, factor: float, label: str) -> None:
         numel = verbs.reduce_receives(self._axes.shard, buffer.numel())
         self._received = self._ledger.take("receive", numel, self.dtype, self._axes.device)
-        axis = self._axes.shard
-        into = buffer.view(axis.size, -1)[axis.rank] if self._in_place else None
+        axis, ledger = self._axes.shard, self._ledger
+        own = buffer.view(axis.size, -1)[axis.rank]
+        into = (lambda: own) if self._in_place else lambda: ledger.reuse(own.numel(), own.dtype, own.device)
         self.move = verbs.reduce(axis, buffer, self._received, factor, label, into)
 
     def arrives_within(self, seconds: float) -> bool:
