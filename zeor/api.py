@@ -30,6 +30,7 @@ from zeor.data.loader import follow
 from zeor.features import module_buffers, plain_grads
 from zeor.features.build import Builder
 from zeor.features.chunked_loss import chunked_cross_entropy
+from zeor.features.compiling import check_options
 from zeor.features.freezing import Freezing
 from zeor.features.join import join
 from zeor.features.mean_loss import mean_loss
@@ -154,6 +155,8 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
     _refuse_nested(model)
     refuse_optimizers_in_backward(model.named_parameters())
     find_wanted(model, plan.recompute)
+    if plan.compile is not False:
+        check_options(plan.compile)
     entries = find_entries(model, plan.methods)
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)

@@ -263,6 +263,11 @@ class Plan:
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r}; give the seconds a collective may take, more than 0.")
         self._check_recompute()
+        if isinstance(self.compile, dict) and self.compile.get("backend") == "eager" and self.recompute is not False:
+            raise ValueError(
+                "compile={'backend': 'eager'} does not repeat random numbers where a unit is computed again; use "
+                "'aot_eager', or leave recompute= out."
+            )
         if self.compile is not False and not isinstance(self.compile, dict):
             raise ValueError(
                 f"compile={self.compile!r} is not known; use False, True, or options of torch.compile such as "

@@ -95,11 +95,14 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, twice=False):
+    def __init__(self, twice=False, frozen=False):
         super().__init__()
         self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.order = [*range(BLOCKS), *([0] if twice else [])]
+        if frozen:
+            self.embed.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
 
     def forward(self, x):
         x = self.embed(x)
@@ -108,9 +111,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def train(stage, recompute, room=None, rows=(ROWS,) * STEPS, micro=1, together=False, twice=False, **options):
+def train(stage, recompute, room=None, rows=(ROWS,) * STEPS, micro=1, together=False, net=None, **options):
     torch.manual_seed(5)
-    model = Net(twice)
+    model = Net(**(net or {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     zeor.shard(model, optimizer, stage=stage, units=[Block], recompute=recompute, **options)
     before, keeping.free_host_nbytes = keeping.free_host_nbytes, lambda: room
@@ -154,7 +157,7 @@ def compare(setting):
         found = train(stage, "auto", **setting)
         same(found, wanted)
         micro, once = setting.get("micro", 1), [1] * BLOCKS
-        if setting.get("twice"):
+        if setting.get("net"):
             once[0] = 2
         saved = 0 if setting.get("together") else micro - 1  # ranks agree when the third step's first backward ends
         each_step = [2 * micro, 2 * micro, 2 * micro - saved, *[micro] * (STEPS - 3)]
@@ -169,7 +172,7 @@ def test_bits_are_those_of_computing_everything_again_and_what_fits_is_computed_
 
 
 def test_a_block_that_is_called_twice(ranks):
-    ranks(compare, 2, {"twice": True})
+    ranks(compare, 2, {"net": {"twice": True}})
 
 
 def test_micro_batches_and_forwards_before_backwards(ranks):
@@ -203,17 +206,72 @@ def test_the_last_calls_are_kept_and_no_more_than_fit_on_any_rank(ranks):
 
 
 def larger():
-    """The sixth batch is larger on rank 0: all of it is computed again there, and rank 1 goes on."""
-    rows = [ROWS] * 5 + [2 * ROWS if dist.get_rank() == 0 else ROWS] + [ROWS] * (STEPS - 6)
+    """The fifth batch is larger on rank 0: all of it is computed again there, and rank 1 goes on."""
+    rows = [ROWS] * 4 + [2 * ROWS if dist.get_rank() == 0 else ROWS] + [ROWS, 2 * ROWS]
     found = train(3, "auto", rows=rows)
     same(found, train(3, True, rows=rows))
     return found[2][3:]
 
 
-def test_larger_inputs_are_computed_again_and_measured_anew(ranks):
+def test_larger_inputs_are_computed_again_and_measured_once(ranks):
     first, second = ranks(larger, 2)
-    assert first == [ALL_ONCE] * 2 + [ALL_TWICE] * 2
-    assert second == [ALL_ONCE] * 4
+    assert first == [ALL_ONCE, ALL_TWICE, ALL_ONCE, ALL_ONCE]
+    assert second == [ALL_ONCE] * 3 + [ALL_TWICE]
+
+
+def frozen():
+    found = train(3, "auto", net={"frozen": True})
+    same(found, train(3, True, net={"frozen": True}))
+    # The first block takes no part in backward.
+    assert found[2] == [[1] + [2] * (BLOCKS - 1)] * 3 + [ALL_ONCE] * (STEPS - 3)
+
+
+def test_what_no_backward_comes_to_is_never_measured(ranks):
+    ranks(frozen, 2)
+
+
+# ---- memory that runs out, and other models: played
+
+
+class Played:
+    """An accelerator's memory, as far as Keeping asks."""
+
+    def __init__(self, total):
+        self.total, self.ooms = total, 0
+
+    total_nbytes = lambda self: self.total
+    failures = lambda self: self.ooms
+    used_nbytes = reset_peak = lambda self: 0
+
+
+def played(needs, total, budget=None):
+    made = keeping.Keeping(torch.device("cpu"), budget)
+    made._memory, made._needs = Played(total), list(needs)
+    made._measured_shapes = [{()} for _ in needs]
+    made._intervals, made._measures = [Interval(0, frozenset(range(len(needs))))], True
+    made.end_step()
+    return made
+
+
+def test_after_memory_ran_out_half_as_many_are_kept():
+    made = played([10] * 8, 1000)
+    assert made._most == 8
+    for most in (4, 2, 1, 0, 0):
+        made._memory.ooms += 1
+        made.end_step()
+        assert made._most == most
+    made.end_step()
+    assert made._most == 0
+
+
+def test_a_budget_of_the_device_and_other_models_count():
+    first = played([10] * 8, 1000, budget=int(41 / (1 - keeping.HOLES)))
+    assert first._most == 4 and first.kept_nbytes == 40
+    second = played([10] * 8, 1 + int(61 / (1 - keeping.HOLES)))
+    assert second._most == 2
+    second._measures = True
+    first._measure()
+    assert not first._measures
 
 
 def test_evaluation_is_left_alone(ranks):

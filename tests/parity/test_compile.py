@@ -118,7 +118,7 @@ class Talkative(Block):
 
 
 def told(caplog: pytest.LogCaptureFixture, rows: list[int], options: Any, block: type = Block) -> list[str]:
-    """What one process is told in steps over batches of so many rows."""
+    """What one process is told in steps over batches of so many rows, each followed by an evaluation."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = Net()
@@ -129,6 +129,8 @@ def told(caplog: pytest.LogCaptureFixture, rows: list[int], options: Any, block:
     for count in rows:
         model(torch.ones(count, 3)).sum().backward()
         optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(count, 3))
     return [record.message for record in caplog.records if record.message.startswith("compile=")]
 
 
@@ -153,6 +155,27 @@ def test_what_is_compiled_already_stays() -> None:
     assert model.first._compiled_call_impl is None and model._compiled_call_impl is None
 
 
-def test_what_compile_does_not_know_is_refused() -> None:
+def test_what_compile_does_not_know_is_refused_before_anything_changes() -> None:
+    model = Net()
     with pytest.raises(ValueError, match=r"compile='fast' is not known; use False, True, or options of torch.compile"):
-        zeor.shard(Net(), compile="fast")
+        zeor.shard(model, compile="fast")
+    for wrong in ({"foo": 1}, {"backend": "nobody's"}, {"mode": "nobody's"}):
+        with pytest.raises(ValueError, match=r"torch.compile does not take compile=\{'\w+': "):
+            zeor.shard(model, compile=wrong)
+    with pytest.raises(ValueError, match=r"'eager'\} does not repeat random numbers where a unit is computed again"):
+        zeor.shard(model, compile={"backend": "eager"}, recompute=True)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    zeor.shard(model)
+
+
+def test_unshard_leaves_blocks_as_they_were() -> None:
+    model = Net()
+    model.blocks[0].compile(**BACKEND)
+    zeor.shard(model, compile=BACKEND)
+    zeor.unshard(model)
+    assert [block._compiled_call_impl is not None for block in model.blocks] == [True, False, False]
+
+
+def test_a_model_without_blocks_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    zeor.shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), compile=BACKEND)
+    assert [record.message for record in caplog.records if "no blocks" in record.message]

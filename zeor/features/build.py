@@ -58,9 +58,11 @@ class Builder:
         if not first_batch.done:
             features.append(first_batch)
         if model is not None:
-            auto = plan.recompute == "auto"
-            made = AutoRecompute(units, axes.device) if auto else Recompute(units, plan.recompute, axes.device)
-            features.append(made)
+            if plan.recompute == "auto":
+                budget = None if plan.offload is None else plan.offload.device_budget
+                features.append(AutoRecompute(units, axes.device, budget))
+            else:
+                features.append(Recompute(units, plan.recompute, axes.device))
             if plan.compile is not False:
                 features.append(Compiling(model, blocks_of(units), plan.compile))
             buffers = ModuleBuffers(axes, model, plan.buffers)

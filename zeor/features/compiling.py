@@ -21,6 +21,17 @@ _WARM_STEPS = 2  # in which graphs are made
 log = logging.getLogger("zeor")
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """ValueError where torch.compile does not take them, before anything has changed."""
+    import torch._dynamo.exc
+
+    try:
+        torch.compile(lambda x: x, **options)
+    except (TypeError, ValueError, RuntimeError, AssertionError, torch._dynamo.exc.TorchDynamoException) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"torch.compile does not take compile={dict(options)!r}: {why}") from error
+
+
 class Compiling(Extension):
     """The compiled blocks of one model."""
 
@@ -29,19 +40,41 @@ class Compiling(Extension):
         self.modules = [module for module in blocks if module not in done]
         for module in self.modules:
             module.compile(**options)
+        self._compiled = [module._compiled_call_impl for module in self.modules]
+        if not self.modules and not done:
+            log.warning("compile=: the model has no blocks that could be compiled one by one; use model.compile().")
         self._steps = 0
-        self._graphs: int | None = None  # when all should have been made; None: not yet, or already told
+        self._graphs = 0  # before this pass
+        self._late = self._told = self._trained = False
+
+    def pause(self) -> None:
+        """The modules as they were."""
+        for module in self.modules:
+            module._compiled_call_impl = None
+
+    def resume(self) -> None:
+        for module, compiled in zip(self.modules, self._compiled):
+            module._compiled_call_impl = compiled
+
+    # An evaluation has graphs of its own, and so may the user's other models: only a training pass is looked at.
+
+    def begin_forward(self, train: bool, alone: bool) -> None:
+        if train:
+            self._graphs = _graphs()
+
+    def grads_there(self) -> None:
+        self._trained = True
+        self._late |= self._steps >= _WARM_STEPS and _graphs() > self._graphs
 
     def end_step(self) -> None:
-        self._steps += 1
-        if self._steps > _WARM_STEPS and self._graphs is None:
+        if not self._trained:  # the step of another optimizer of the same model
             return
-        graphs = _counters()["stats"]["unique_graphs"]
+        self._trained = False
+        self._steps += 1
         if self._steps == _WARM_STEPS:
-            self._graphs = graphs
             self._tell_breaks(_counters()["graph_break"])
-        elif self._graphs is not None and graphs > self._graphs:
-            self._graphs = None
+        if self._late and not self._told:
+            self._told = True
             log.warning(
                 "compile=: torch.compile made another graph at step %d, which takes seconds. Inputs of another shape "
                 "are the usual cause (TORCH_LOGS=recompiles names it): pad them, or give compile={'dynamic': True}.",
@@ -60,6 +93,10 @@ class Compiling(Extension):
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
+
+
+def _graphs() -> int:
+    return int(_counters()["stats"]["unique_graphs"])
 
 
 def _counters() -> Any:

@@ -14,16 +14,17 @@ Note [What is kept]
    come meanwhile, take its place.
 3. Ranks agree on the least number, by the exchange that ends a backward, and each keeps at most what fits on itself.
    Bits are the same either way: a recomputation repeats its random numbers.
-4. A call with larger inputs than were measured is computed again, and the next step measures anew; so does the step
-   after one in which memory ran out. What ranks have agreed on never grows.
+4. A call whose inputs are larger in some dimension than any that were measured is computed again, and measured. After a
+   step in which memory ran out at most half as many calls keep theirs. What ranks have agreed on never grows.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,33 +67,39 @@ def expected_nbytes(needs: Sequence[int], intervals: Sequence[Interval], kept: S
     )
 
 
+Shapes = tuple[torch.Size, ...]
+
+
 class Call(NamedTuple):
     number: int  # in this pass
-    nbytes: int  # of its inputs
+    shapes: Shapes  # of its inputs
 
 
 class Keeping:
-    """Of one model. `told` and `heard` are the numbers by which ranks agree."""
+    """Of one model. `told` and `heard` are the numbers by which ranks agree. `budget`: of the device's memory, in
+    bytes, where the user has named one."""
 
-    def __init__(self, device: torch.device):
-        self._memory, self._device = DeviceMemory(device), device
+    _all: ClassVar[weakref.WeakSet[Keeping]] = weakref.WeakSet()  # of this process: they share its memory
+
+    def __init__(self, device: torch.device, budget: int | None = None):
+        self._memory, self._device, self._budget = DeviceMemory(device), device, budget
         self._failures = self._memory.failures()
         self._measures = False
         self._agreed: int | None = None  # how many of the last calls keep their activations; None: nobody has said
-        self._most: int | None = None  # how many may on this rank; None: not known yet
+        self._most = 0  # how many may on this rank
+        self._cap: int | None = None  # memory ran out with more
         self._asks = 0
+        self._measured_shapes: list[set[Shapes]] = []  # by call
+        self._tried: set[Call] = set()
+        self._needs: list[int] = []  # by call: the most bytes alive after its recomputation
+        self._intervals: list[Interval] = []
         self._begin_pass()
-        self._forget()
+        Keeping._all.add(self)
 
     def _begin_pass(self) -> None:
         self._entered = 0  # calls
         self._begun: set[int] = set()  # calls that were computed again
         self._forwards = self._backwards = 0
-
-    def _forget(self) -> None:
-        self._sizes: list[int] = []  # by call: the largest inputs that were measured
-        self._needs: list[int] = []  # by call: bytes alive after its recomputation
-        self._intervals: list[Interval] = []
 
     # ---- a forward
 
@@ -101,19 +108,30 @@ class Keeping:
 
     def enter(self, arguments: Any) -> Call:
         """A call that may keep its activations begins."""
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if self._measures and not self._entered:
             self._memory.reset_peak()
         self._entered += 1
-        return Call(self._entered - 1, sum(each.nbytes for each in tensors))
+        return Call(self._entered - 1, tuple(each.shape for each in _strided(arguments)))
 
     def keeps(self, call: Call) -> bool:
-        if self._measures or self._most is None or call.number >= len(self._sizes):
+        if self._measures or not self._needs:
             return False
-        if call.nbytes > self._sizes[call.number]:
-            self._most = None  # the next step measures anew; until then all are computed again
+        known = self._measured_shapes[call.number] if call.number < len(self._needs) else set()
+        if not any(_is_within(call.shapes, each) for each in known):
+            if call not in self._tried:  # a call that no backward comes to is never measured
+                self._tried.add(call)
+                self._measure()  # from this very call on
             return False
-        return call.number >= len(self._sizes) - min(self._agreed or 0, self._most)
+        return call.number >= len(self._needs) - min(self._agreed or 0, self._most)
+
+    def _measure(self) -> None:
+        """Where two models share a device each has a step of its own: they would reset each other's peaks."""
+        if not any(other._measures for other in self._others()):
+            self._measures = True
+            self._memory.reset_peak()
+
+    def _others(self) -> list[Keeping]:
+        return [other for other in Keeping._all if other is not self and other._device == self._device]
 
     # ---- a backward
 
@@ -140,8 +158,11 @@ class Keeping:
                 yield
         finally:  # torch ends a recomputation by an exception, as soon as it has all it needs
             need = alive.nbytes() if self._device.type == "cpu" else self._memory.used_nbytes() - before
-            _raise_to(self._needs, call.number, need)
-            _raise_to(self._sizes, call.number, call.nbytes)
+            while len(self._needs) <= call.number:
+                self._needs.append(0)
+                self._measured_shapes.append(set())
+            self._needs[call.number] = max(self._needs[call.number], need)
+            self._measured_shapes[call.number].add(call.shapes)
 
     def _end_interval(self) -> None:
         # Of a graph that is gone through a second time nobody knows what is still to come.
@@ -160,22 +181,34 @@ class Keeping:
     def end_step(self) -> None:
         self._begin_pass()
         failures, self._failures = self._failures, self._memory.failures()
-        if self._measures and self._needs:
+        if self._failures > failures and self._needs:
+            self._cap = self._most // 2
+        if self._needs and (self._measures or (self._cap is not None and self._cap < self._most)):
             self._decide()
-        elif self._most is None or self._failures > failures:
-            self._forget()
-            self._most, self._measures = None, True
+        elif self._measures:
+            self._measures = False  # nothing was computed again
+        elif not self._needs:
+            self._measure()
 
     def _decide(self) -> None:
         total, limit = len(self._needs), self._limit_nbytes()
-        self._measures, self._most = False, choose(self._needs, self._intervals, limit)
-        self._asks = _ALL - self._most
-        kept = range(total - self._most, total)
-        held, expected = sum(self._needs[call] for call in kept), expected_nbytes(self._needs, self._intervals, kept)
+        fits = choose(self._needs, self._intervals, limit)
+        self._measures, self._most = False, fits if self._cap is None else min(fits, self._cap)
+        if self._agreed is None or self._most < self._agreed:
+            self._asks = _ALL - self._most
+        expected = expected_nbytes(self._needs, self._intervals, self._kept)
         log.info(
             "recompute=auto: %d of %d calls may keep their activations (%.2f GiB); expected at most %.2f of %.2f GiB",
-            self._most, total, held / _GIB, expected / _GIB, limit / _GIB,
+            self._most, total, self.kept_nbytes / _GIB, expected / _GIB, limit / _GIB,
         )  # fmt: skip
+
+    @property
+    def _kept(self) -> range:
+        return range(len(self._needs) - self._most, len(self._needs))
+
+    @property
+    def kept_nbytes(self) -> int:
+        return sum(self._needs[call] for call in self._kept)
 
     # ---- what ranks agree on
 
@@ -193,14 +226,18 @@ class Keeping:
     def _limit_nbytes(self) -> int:
         total = self._memory.total_nbytes()
         if total is not None:
-            return int((1 - HOLES) * total)
-        free = free_host_nbytes()
-        return 1 << 62 if free is None else int(HOST_SHARE * free / local_world())
+            limit = int((1 - HOLES) * (total if self._budget is None else min(total, self._budget)))
+        else:
+            free = free_host_nbytes()
+            limit = 1 << 62 if free is None else int(HOST_SHARE * free / local_world())
+        return limit - sum(other.kept_nbytes for other in self._others())
 
 
-def _raise_to(values: list[int], place: int, value: int) -> None:
-    values.extend([0] * (place + 1 - len(values)))
-    values[place] = max(values[place], value)
+def _is_within(shapes: Shapes, measured: Shapes) -> bool:
+    """Whether inputs of these shapes are in no dimension larger than those that were measured."""
+    return len(shapes) == len(measured) and all(
+        len(one) == len(other) and all(a <= b for a, b in zip(one, other)) for one, other in zip(shapes, measured)
+    )
 
 
 class Alive(TorchDispatchMode):

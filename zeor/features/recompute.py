@@ -117,9 +117,9 @@ class AutoRecompute(Recompute):
 
     riding = NEWS
 
-    def __init__(self, units: Sequence[Unit], device: torch.device):
+    def __init__(self, units: Sequence[Unit], device: torch.device, budget: Any = None):
         super().__init__(units, True, device)
-        self.keeping = Keeping(device)
+        self.keeping = Keeping(device, budget if isinstance(budget, int) else None)
 
     def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.keeping.enter((args, kwargs))

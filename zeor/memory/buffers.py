@@ -10,9 +10,9 @@ attribute of a custom Function's ctx, a graph of second order, a numpy array. So
 (whoever needs it gathers it again, into the same storage). Its memory is given back when nobody but the engine looks
 at it, and torch counts who does:
 
-1. tensors, storages and arrays over the memory: the use count of the storage, against what the engine itself holds,
-   which is counted when the parameters have just been laid there and nobody can have another tensor yet, and when
-   the engine itself makes another that it keeps (`owning`);
+1. tensors and arrays over the memory (a bare UntypedStorage in Python's hands is not seen): the use count of the
+   storage, against what the engine itself holds, which is counted when the parameters have just been laid there and
+   nobody can have another tensor yet, and when the engine itself makes another that it keeps (`owning`);
 2. what C++ holds of a parameter itself (a graph that saved it without our hooks): the use count of the parameter,
    against the one that Python holds and the one of autograd's accumulator.
 
@@ -101,7 +101,7 @@ class Ledger:
             self._idle.append(block)
 
     def reuse(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer that is handed out again once nobody holds a tensor over it; it is not counted here."""
+        """A flat buffer that is handed out again once nobody holds a tensor or an array over it; not counted here."""
         nbytes = numel * dtype.itemsize
         if device.type != "cpu" or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)

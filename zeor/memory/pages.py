@@ -6,6 +6,7 @@ fresh memory and most look-ups of its addresses. The pages are private: what a f
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -26,7 +27,8 @@ def mapped(nbytes: int, residue: int = 0) -> Tensor:
     room = _fresh(nbytes + LARGE_PAGE_NBYTES + PAGE_NBYTES)
     begin = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % LARGE_PAGE_NBYTES
     large_nbytes = (residue + nbytes) // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES
-    room.madvise(mmap.MADV_HUGEPAGE, begin, large_nbytes)
+    with contextlib.suppress(OSError):  # a system without large pages
+        room.madvise(mmap.MADV_HUGEPAGE, begin, large_nbytes)
     return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=begin + residue)
 
 

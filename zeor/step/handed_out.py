@@ -12,7 +12,7 @@ the gradient only where it lies over the sum still; a write into any other is re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,31 +25,37 @@ from zeor.step.extension import Extension
 class _Given(NamedTuple):
     tensor: Callable[[], Tensor | None]
     version: int
+    is_copy: bool
     before: bool  # it was handed out before the last backward
 
 
 class HandedOut(Extension):
-    """Copies are held weakly: one that nobody holds any more, nor a view of it, cannot be written to."""
+    """A copy is held until it was looked at once: a write into it may have been all that the reader did. From then on
+    it is held weakly: one that nobody holds any more, nor a view of it, cannot be written to."""
 
     def __init__(self) -> None:
         self._out: dict[Held, list[_Given]] = {}
 
     def give(self, held: Held, grad: Tensor, is_copy: bool) -> Tensor:
         """`grad` is the whole gradient of a parameter: the memory itself, or a copy."""
-        ref = weakref.ref(grad) if is_copy else lambda: grad
-        self._out.setdefault(held, []).append(_Given(ref, grad._version, before=False))
+        self._add(held, _Given(lambda: grad, grad._version, is_copy, before=False))
         return grad
+
+    def _add(self, held: Held, new: _Given) -> None:
+        """One entry for the same memory is enough."""
+        given, tensor = self._out.setdefault(held, []), new.tensor()
+        assert tensor is not None
+        if not new.is_copy:
+            given[:] = [each for each in given if each.is_copy or _address(each) != tensor.data_ptr()]
+        given.append(new)
 
     def begin_backward(self, said: dict[str, Any]) -> None:
         self.heed()
 
     def grads_there(self) -> None:
         out, self._out = self._out, {}
-        for held, given in out.items():
-            for each in given:
-                tensor = each.tensor()
-                if tensor is not None:
-                    self._out.setdefault(held, []).append(_Given(each.tensor, tensor._version, before=True))
+        for held, each, tensor in _living(out):
+            self._add(held, _looked_at(each, tensor)._replace(before=True))
 
     def heed(self) -> None:
         if self._out:
@@ -58,22 +64,42 @@ class HandedOut(Extension):
     @torch.no_grad()
     def _take_over(self) -> None:
         out, self._out = self._out, {}
-        for held, given in out.items():
-            for each in given:
-                tensor = each.tensor()
-                if tensor is None:
+        refused = ""
+        for held, each, tensor in _living(out):
+            if tensor._version != each.version and held.get_grad() is not None:
+                local = held.local_grad()  # forgets the norm
+                if local.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                    pass
+                elif each.before:
+                    refused = held.name
                     continue
-                if tensor._version != each.version and held.get_grad() is not None:
-                    local = held.local_grad()  # forgets the norm
-                    if local.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-                        if each.before:
-                            raise RuntimeError(
-                                f"A gradient of {held.name!r} that was read before the last backward was written to, "
-                                "and the gradient lies elsewhere since; read p.grad again after each backward."
-                            )
-                        local.copy_(held.cut(tensor))
-                self._out.setdefault(held, []).append(each._replace(version=tensor._version))
+                else:
+                    local.copy_(held.cut(tensor))
+            self._add(held, _looked_at(each, tensor))
+        if refused:
+            raise RuntimeError(
+                f"A gradient of {refused!r} that was read before the last backward was written to, and the gradient "
+                "lies elsewhere since; read p.grad again after each backward."
+            )
 
     def drop(self, held: Held) -> None:
         """The gradient was set to None: what is left of it in the user's hands is his alone."""
         self._out.pop(held, None)
+
+
+def _living(out: dict[Held, list[_Given]]) -> Iterator[tuple[Held, _Given, Tensor]]:
+    for held, given in out.items():
+        for each in given:
+            tensor = each.tensor()
+            if tensor is not None:
+                yield held, each, tensor
+
+
+def _looked_at(each: _Given, tensor: Tensor) -> _Given:
+    """With the version that it has now."""
+    return each._replace(tensor=weakref.ref(tensor) if each.is_copy else each.tensor, version=tensor._version)
+
+
+def _address(each: _Given) -> int | None:
+    tensor = each.tensor()
+    return None if tensor is None else tensor.data_ptr()
