@@ -145,7 +145,7 @@ def train(stage, recompute, room=None, rows=(ROWS,) * STEPS, micro=1, together=F
 
 def same(found, wanted):
     assert found[0] == wanted[0]
-    assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1]))
+    assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
 
 
 ALL_TWICE, ALL_ONCE = [2] * BLOCKS, [1] * BLOCKS

@@ -56,7 +56,7 @@ def compare(world: int) -> None:
             wanted = after_a_step(stage, precision, "not")
             for how in READ:
                 found = after_a_step(stage, precision, how)
-                assert all(torch.equal(a, b) for a, b in zip(found, wanted)), (stage, precision, how)
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (stage, precision, how)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -123,7 +123,7 @@ def test_reading_again_and_again_keeps_one_entry(ranks: Callable[..., list[Any]]
 def check_late_writes() -> None:
     wanted = written_late(None, None)
     for stage in range(4):
-        for found, param in zip(written_late(stage, None), wanted):
+        for found, param in zip(written_late(stage, None), wanted, strict=True):
             torch.testing.assert_close(found, param, rtol=0, atol=1e-6)
         # In bf16 the sum became wider, and lies elsewhere.
         with pytest.raises(RuntimeError, match=r"'0.weight' that was read before the last backward was written to"):
