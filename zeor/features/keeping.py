@@ -118,9 +118,10 @@ class Keeping:
             return False
         known = self._measured_shapes[call.number] if call.number < len(self._needs) else set()
         if not any(_is_within(call.shapes, each) for each in known):
-            if call not in self._tried:  # a call that no backward comes to is never measured
-                self._tried.add(call)
+            if call not in self._tried:
                 self._measure()  # from this very call on
+            if self._measures:
+                self._tried.add(call)  # once: a call that no backward comes to is never measured
             return False
         return call.number >= len(self._needs) - min(self._agreed or 0, self._most)
 
