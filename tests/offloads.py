@@ -132,11 +132,12 @@ def _same(one: Any, other: Any) -> bool:
 
 def whole(model: nn.Module) -> dict[str, Any]:
     """Full parameters and the whole state of each, on every rank: the same at any world and stage."""
-    segments = state_of(model).steppers[0].segments
+    names = {id(param): name for name, param in model.named_parameters()}
     found = {
-        f"{name}/{key}": torch.as_tensor(value).clone()
-        for name, param in model.named_parameters()
-        for key, value in segments.whole(param).items()
+        f"{names[id(param)]}/{key}": torch.as_tensor(value).clone()
+        for stepper in state_of(model).steppers
+        for param, state in stepper.state.whole().items()
+        for key, value in state.items()
     }
     with zeor.full_params(model):
         found.update({name: param.detach().clone() for name, param in model.named_parameters()})

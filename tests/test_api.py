@@ -479,9 +479,9 @@ def check_device_mesh() -> None:
     found = train_on(init_device_mesh("cpu", (2,)), 3, seed=5)
     other = train_on(dist.group.WORLD, 3, seed=5)
     loops.assert_equal(found, other)
-    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"has 2 dimensions; give zeor the one to shard over, such as mesh\['dp'\]"):
-        train_on(grid, 3, seed=5)
+    grid = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp", "ep", "tp"))
+    with pytest.raises(ValueError, match=r"has 3 dimensions; give zeor the one or two .* such as mesh\['dp'\] or mesh"):
+        zeor.shard(loops.net(), mesh=grid)
     loops.assert_equal(train_on(grid["dp"], 3, seed=5), other)
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh or a process group"):
         zeor.shard(loops.net(), mesh=2)

@@ -57,7 +57,7 @@ def test_an_unknown_option_gets_the_nearest_name():
     ("options", "text"),
     [
         ({"precision": "bf-16"}, "did you mean 'bf16'?"),
-        ({"precision": "int8"}, "use one of ['fp32', 'bf16', 'fp16'] or a zeor.Precision"),
+        ({"precision": "int8"}, "use one of ['fp32', 'bf16', 'fp16', 'fp8'] or a zeor.Precision"),
         ({"reduction": "means"}, "did you mean 'mean'?"),
         ({"offload": "cpu"}, "did you mean 'host'?"),
         ({"kernel": "triton"}, "use one of ['auto', 'stock']"),

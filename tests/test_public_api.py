@@ -36,15 +36,19 @@ MEMBERS: dict[type, tuple[str, ...]] = {
 
 PYTHON = """
 zeor.CheckpointError(...): ValueError
+zeor.Float8(recipe='tensorwise', filter=None, codes=None, pad=False)
+zeor.Link(bandwidth, latency=1e-05, message=None)
+zeor.Machine(name, memory, products, products32, attention, hbm, elementwise, products8=0.0, pcie=49000000000.0, host_update=3800000000.0, disk=1400000000.0, launch=0.0001, fused=0.25, inside=Link(bandwidth=20000000000.0, latency=1e-05, message=None), across=Link(bandwidth=12500000000.0, latency=1.4e-05, message=2.7e-06), per_host=8, hides=True, native=True, cores=0)
 zeor.Offload(moments='host', master='host', grads='device', compute='device', update='device', folder=None, device_budget=None, host_budget=None, chunk=None, threads=None, pin=True, auto=False)
-zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, compile=False, paths='auto', keep_whole=0)
-zeor.Precision(compute=None, reduce=None, master=None)
+zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None, fp8=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, compile=False, paths='auto', keep_whole=0, across=None)
+zeor.Precision(compute=None, reduce=None, master=None, fp8=None)
 zeor.Preempted(path, step): Exception
 zeor.RankError(rank, text): RuntimeError
 zeor.Saving(...)
 zeor.Saving.done
 zeor.Saving.wait(self)
 zeor.accumulate(model)
+zeor.choose(model, optimizer='AdamW', batch=None, *, world=None, gpu=None, host=None, link=None, precision='bf16', allow=(), **options)
 zeor.chunked_cross_entropy(hidden, head, targets, *, bias=None, chunk=None, ignore_index=-100, reduction='mean', label_smoothing=0.0)
 zeor.clip_grad_norm_(model, max_norm, norm_type=2.0, error_if_nonfinite=False)
 zeor.ema(model, decay=0.999, *, dtype=None, warmup=False, optimizer=None)
@@ -57,6 +61,7 @@ zeor.launch(fn, *args, ranks=2, timeout=None, threads=None, env=None, **kwargs)
 zeor.load(folder, model, optimizer=None, *, extra=None, data=None, strict=True)
 zeor.load_pretrained(model, path, *, strict=True, rename=None)
 zeor.mean_loss(model, loss_sum, count)
+zeor.measure_links(mesh=None, hierarchy=None)
 zeor.no_sync(model)
 zeor.on_meta()
 zeor.penalty(model, fn, *, params=None, named=False, whole=False)
@@ -64,7 +69,7 @@ zeor.predict(model, *, world=1, stage=3, precision=None, optimizer='AdamW', **op
 zeor.preempt(folder, model, optimizer=None, *, extra=None, data=None, keep=3, signals='SIGTERM', within=None, exit_code=0)
 zeor.report(model)
 zeor.save(folder, model, optimizer=None, *, step, extra=None, data=None, keep=3, asynchronous=False, busy='wait')
-zeor.shard(model, optimizer=None, *, stage=3, precision=None, reduction='mean', units=None, mesh=None, device=None, overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', paths='auto', timeout=None, offload=None, moments='exact', release=False, delay=0, methods=(), keep_whole=None, recompute=False, compile=False, **unknown)
+zeor.shard(model, optimizer=None, *, plan=None, stage=3, precision=None, reduction='mean', units=None, mesh=None, hierarchy=None, device=None, overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', paths='auto', timeout=None, offload=None, moments='exact', release=False, delay=0, methods=(), keep_whole=None, recompute=False, compile=False, **unknown)
 zeor.sync_buffers(model, how='mean', mesh=None)
 zeor.total(*values, mesh=None)
 zeor.trace(model, path, steps=None)

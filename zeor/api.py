@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,11 @@ from zeor.checkpoint.weights.export import export
 from zeor.checkpoint.weights.pretrained import load_pretrained
 from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
-from zeor.comm.axes import Axes, make_axes, make_axis
+from zeor.comm.axes import Axes, make_axis
 from zeor.comm.launch.world import ensure_process_group
+from zeor.comm.meshes import make_axes, stages_of
 from zeor.data.loader import follow
-from zeor.features import module_buffers, plain_grads
+from zeor.features import fp8, module_buffers, plain_grads
 from zeor.features.build import Builder
 from zeor.features.chunked_loss import chunked_cross_entropy
 from zeor.features.compiling import check_options
@@ -55,6 +56,7 @@ from zeor.optim.parts.checks import (
 from zeor.optim.stepper import Stepper
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.bytes import predict
+from zeor.planner.choose import Choice
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
 from zeor.spec.keys import lane_key, small_numel
@@ -68,11 +70,13 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    stage: int = 3,
+    plan: Choice | str | None = None,
+    stage: int | Mapping[str, int] = 3,
     precision: Precision | str | None = None,
     reduction: str = "mean",
     units: Sequence[nn.Module | type] | None = None,
     mesh: Any = None,
+    hierarchy: int | str | None = None,
     device: Any = None,
     overlap: bool = True,
     prefetch: int = 1,
@@ -95,12 +99,21 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     """Shard a model and its optimizer(s) over the ranks, in place. Returns (model, optimizer), or the model
     alone when no optimizer is given; a later `shard(model, optimizer)` then adds it.
 
-    stage=3          0: everything full (DDP). 1: optimizer state sliced. 2: gradients too. 3: parameters too.
-    precision=None   "fp32", "bf16", "fp16" or a zeor.Precision; None keeps the parameters' own dtypes. The
-                     optimizer always works on an fp32 (or wider) master.
+    plan=None        what zeor.choose found for a batch and this machine: all options below that it names. "auto": those
+                     that decide by themselves, by what a step takes (recompute="auto"; hierarchy="auto" without a
+                     mesh; offload="auto" on an accelerator).
+    stage=3          0: everything full (DDP). 1: optimizer state sliced. 2: gradients too. 3: parameters too. Or one
+                     for each axis of the mesh: {"gpu": 3, "node": 1} cuts parameters inside a node, and the
+                     optimizer's state over all ranks.
+    precision=None   "fp32", "bf16", "fp16", "fp8" or a zeor.Precision; None keeps the parameters' own dtypes. "fp8":
+                     linears of blocks multiply in 8 bits, by torchao, and all else computes in bf16. The optimizer
+                     always works on an fp32 (or wider) master.
     reduction="mean" gradients are averaged over ranks; "sum" adds them.
     units=None       modules or classes gathered as one; None finds them.
-    mesh=None        a one-dimensional DeviceMesh or a process group; None is every rank.
+    mesh=None        a DeviceMesh of one dimension, or of two (the last one holds neighbours), or a process group;
+                     None is every rank.
+    hierarchy=None   "auto" finds which ranks are on one host, a number says how many are: the axes "node" and "gpu".
+                     With it, stage=3 means {"gpu": 3, "node": 1}.
     device=None      where the parameters are to live. None: where they are, but a model on the CPU goes to accelerator
                      LOCAL_RANK if this host has one for each of its ranks; "cpu" says no. A model on the meta device
                      goes there too; fill it by zeor.load_pretrained or zeor.init_parameters.
@@ -140,15 +153,46 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                "delay": delay, "methods": methods, "keep_whole": keep_whole, "recompute": recompute, "compile": compile,
                **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
-        return _shard(model, optimizer, mesh, units, device, options)
+        where = Where(mesh, hierarchy, device)
+        return _shard(model, optimizer, *_with_plan(plan, where, options), units)
 
 
-def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any, options: dict[str, Any]) -> Any:
+def _with_plan(plan: Choice | str | None, where: Where, options: dict[str, Any]) -> tuple[Where, dict[str, Any]]:
+    """What plan= names takes the place of defaults, and of nothing that was given."""
+    if plan is None:
+        return where, options
+    if isinstance(plan, Choice):
+        chosen = plan.options
+    elif plan == "auto":
+        chosen = {"recompute": "auto"} | ({"hierarchy": "auto"} if where.mesh is None else {})
+        chosen |= {"offload": "auto"} if torch.accelerator.is_available() else {}
+    else:
+        raise ValueError(f"plan={plan!r} is not known; give what zeor.choose returns, or 'auto'.")
+    given = {**options, "hierarchy": where.hierarchy}
+    for name, value in chosen.items():
+        if given[name] not in (_DEFAULTS[name], value):
+            raise ValueError(
+                f"{name}={given[name]!r} was given beside plan=, which says {name}={value!r}; leave one of them out."
+            )
+    hierarchy = chosen.pop("hierarchy", where.hierarchy)
+    return where._replace(hierarchy=hierarchy), {**options, **chosen}
+
+
+class Where(NamedTuple):
+    """Over which ranks, and on which device."""
+
+    mesh: Any
+    hierarchy: int | str | None
+    device: Any
+
+
+def _shard(model: nn.Module, optimizer: Any, where: Where, options: dict[str, Any], units: Any) -> Any:
+    mesh, hierarchy, device = where
     optimizers = _as_list(optimizer)
     if vars(model).get(_ATTRIBUTE) is not None:
         changed = any(value != _DEFAULTS.get(name, value) for name, value in options.items())
-        return _add_optimizers(model, optimizer, optimizers, changed or units or mesh or device)
-    plan = Plan.parse(options)
+        return _add_optimizers(model, optimizer, optimizers, changed or units or any(where))
+    plan = _plan(options, where)
     compile_in_place(model)
     units = units and [unwrapped(unit) for unit in units]
     refuse_wrapped(model, optimizers)
@@ -160,14 +204,23 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
     entries = find_entries(model, plan.methods)
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
-    axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout)
+    axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
     check_model(model, axes.everyone.size)
     if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
             "The model is inside a DistributedDataParallel, which would reduce every gradient a second time; delete "
             "that and give zeor.shard the module alone (stage=0 does what DDP does)."
         )
-    engine = _build(model, plan, axes, units, optimizers)
+    linears = fp8.convert(model, plan, units, home.device, axes.everyone.size)
+    try:
+        engine = _build(model, plan, axes, units, optimizers)
+    except BaseException:
+        if linears is not None:
+            linears.undo()
+        raise
+    if linears is not None:
+        linears.bind(model, engine.slots)
+        engine.add_extension(linears)
     hooks = Hooks(engine.passes, engine.forward, engine.backward, engine.extensions, entries)
     state = Sharded(engine, hooks)
     engine.feature(Freezing).watch(state.hooks)
@@ -177,7 +230,16 @@ def _shard(model: nn.Module, optimizer: Any, mesh: Any, units: Any, device: Any,
         state.steppers.append(Stepper(engine, each))
     follow(home.device)
     show_start(model, plan, axes, engine.units, optimizers, home.note)
+    if linears is not None and axes.everyone.rank == 0:
+        linears.tell()
     return model if optimizer is None else (model, optimizer)
+
+
+def _plan(options: dict[str, Any], where: Where) -> Plan:
+    if "across" in options:
+        raise TypeError("zeor has no option 'across'; give a stage for each axis: stage={'gpu': 3, 'node': 1}.")
+    stage, across = stages_of(options["stage"], where.mesh, where.hierarchy)
+    return Plan.parse({**options, "stage": stage, "across": across})
 
 
 _DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
@@ -219,7 +281,7 @@ def _refuse_nested(model: nn.Module) -> None:
 
 def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: list[Optimizer]) -> Engine:
     """Find units, compare ranks, pack, and turn the user's parameters into views."""
-    small = small_numel(plan, axes.shard.size)
+    small = small_numel(plan, axes.everyone.size)
     specs = find_units(model, units, small)
     _drop_old_graphs(model)
     engine = Engine(plan, axes)
@@ -240,12 +302,13 @@ def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: lis
         check_parameters(each, engine.slots)
     _compare_optimizers(axes, engine.slots, optimizers)
     for each in optimizers:
-        check_kind(each, engine.slots, engine.axes, engine.column)
+        check_kind(each, engine.slots, engine.axes, engine.table)
     if axes.everyone.rank == 0:
         make_visible()
     check_disk(plan, axes, engine.places.store, engine.slots, optimizers)
     engine.slots.clear()
-    engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // axes.shard.size)
+    sharing = axes.over(engine.table.cut("update")).size
+    engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // sharing)
     for spec in specs:
         meta.receive_values(slots[spec.name], axes.device, engine.unfilled)
         keys = {slot: lane_key(slot.param, slot.owners, plan.precision, small) for slot in slots[spec.name]}
@@ -374,6 +437,8 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     for stepper, whole in zip(state.steppers, states):
         stepper.unshard(whole)
     state.hooks.remove()
+    if (linears := engine.find(fp8.Float8Linears)) is not None:
+        linears.undo()
     for slot, value in values.items():
         slot.unbind(value)
         slot.give_back_hooks()
@@ -400,7 +465,7 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:
-    """Bytes this rank sent and collectives it took part in since shard(), by verb."""
+    """Bytes this rank sent and collectives it took part in since shard(), by verb, and by axis of the mesh and verb."""
     return _state(model).engine.axes.everyone.traffic.summary()
 
 

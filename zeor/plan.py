@@ -10,10 +10,10 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,40 +22,113 @@ KEEP_WHOLE = 1024  # elements
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Stages(NamedTuple):
+    """A stage for each axis."""
+
+    inside: int
+    across: int
+
+    def __str__(self) -> str:
+        return str(self.inside) if self.inside == self.across else f"{self.inside} inside, {self.across} across"
+
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+@dataclass(frozen=True, repr=False)
+class Float8:
+    """How linears multiply in 8 bits, by torchao's float8 training.
+
+    recipe: "tensorwise" (one scale for a tensor; the fastest), "rowwise" (one for a row), or "rowwise_with_gw_hp" (the
+    same, with weights' gradients in bf16; the most accurate). filter: `filter(linear, name)` says which nn.Linear
+    modules; None: those inside repeated blocks whose two sides are multiples of 16, less routers and adapters.
+    codes: tensorwise weights rest and travel as 8-bit codes, cast once per step; None: where there are several ranks.
+    pad=True: batches whose rows are no multiple of 16 are padded with zeros, at the price of a copy.
+    """
+
+    recipe: str = "tensorwise"
+    filter: Callable[[Any, str], bool] | None = None
+    codes: bool | None = None
+    pad: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("Float8.recipe", self.recipe, RECIPES)
+        if self.filter is not None and not callable(self.filter):
+            raise ValueError(f"Float8.filter is {self.filter!r}; give a function of a linear and its name, or None.")
+        if self.codes not in (None, True, False):
+            raise ValueError(f"Float8.codes={self.codes!r}; give True, False or None.")
+        if not isinstance(self.pad, bool):
+            raise ValueError(f"Float8.pad={self.pad!r}; give True or False.")
+        if self.codes and self.recipe != "tensorwise":
+            raise ValueError(
+                f"Float8.codes=True with the recipe {self.recipe!r}: its scales differ between forward and backward, "
+                "so weights cannot rest as codes; use 'tensorwise', or leave codes= out."
+            )
+
+    def __repr__(self) -> str:  # ranks compare it: a function by its name, not by its address
+        name = None if self.filter is None else getattr(self.filter, "__qualname__", type(self.filter).__name__)
+        return f"Float8(recipe={self.recipe!r}, filter={name}, codes={self.codes}, pad={self.pad})"
+
+
 @dataclass(frozen=True)
 class Precision:
     """Dtypes by role. None means "as the parameter is".
 
     compute: what forward and backward read. reduce: how gradients travel and rest until the step
-    (None: as compute). master: what the optimizer updates; never narrower than fp32.
+    (None: as compute). master: what the optimizer updates; never narrower than fp32. fp8: a zeor.Float8, or the name of
+    its recipe: linears multiply in 8 bits; all else computes in bf16.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     master: torch.dtype | None = None
+    fp8: Float8 | str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            dtype = getattr(self, field.name)
+        for name in ("compute", "reduce", "master"):
+            dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"Precision.{field.name} is {dtype!r}; give a floating torch.dtype or None.")
+                raise ValueError(f"Precision.{name} is {dtype!r}; give a floating torch.dtype or None.")
+        self._settle_fp8()
         if self.master is not None and self.master not in (torch.float32, torch.float64):
             raise ValueError(
                 f"Precision.master is {self.master}; the master copy is torch.float32 or torch.float64, "
                 "so that small updates are not rounded away."
             )
 
+    def _settle_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        if isinstance(self.fp8, str):
+            object.__setattr__(self, "fp8", Float8(self.fp8))
+        if not isinstance(self.fp8, Float8):
+            raise ValueError(f"Precision.fp8 is {self.fp8!r}; give a zeor.Float8 or one of {list(RECIPES)}.")
+        if self.compute not in (None, torch.bfloat16):
+            raise ValueError(
+                f"Precision.fp8 goes with bf16 for all that does not multiply in 8 bits, and compute is {self.compute}"
+                "; leave compute= out."
+            )
+        object.__setattr__(self, "compute", torch.bfloat16)
+
+    @property
+    def float8(self) -> Float8 | None:
+        """`fp8` as it is after parsing."""
+        assert not isinstance(self.fp8, str)
+        return self.fp8
+
     @staticmethod
     def parse(value: Precision | torch.dtype | str | None) -> Precision:
         if isinstance(value, Precision):
             return value
+        if value == "fp8":
+            return Precision(fp8=Float8())
         if value is None:
             return Precision()
         if isinstance(value, torch.dtype) and value in _DTYPES.values():
             return Precision(compute=value)
         if isinstance(value, str) and value in _DTYPES:
             return Precision(compute=_DTYPES[value])
-        known = list(_DTYPES)
+        known = [*_DTYPES, "fp8"]
         raise ValueError(
             f"precision={value!r} is not known{nearest(str(value), known)}; use one of {known} or a zeor.Precision."
         )
@@ -225,7 +298,7 @@ def _nbytes(name: str, value: Any) -> int | None:
 class Plan:
     """What `shard()` was asked for. See `zeor.shard` for the meaning of each field."""
 
-    stage: int = 3
+    stage: int = 3  # along the innermost axis of ranks
     precision: Precision = Precision()
     reduction: str = "mean"
     overlap: bool = True
@@ -244,10 +317,12 @@ class Plan:
     compile: Any = False  # or options of torch.compile; parse() makes {} of True
     paths: str = "auto"
     keep_whole: int = 0  # parse() gives it KEEP_WHOLE; a drop-in knows no modules and keeps what the user has
+    across: int | None = None  # the stage along the outer axis, where the mesh has two; None: the same
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
             raise ValueError(f"stage={self.stage!r} is not a ZeRO stage; use 0, 1, 2 or 3.")
+        self._check_across()
         _one_of("reduction", self.reduction, ("mean", "sum"))
         _one_of("kernel", self.kernel, ("auto", "stock"))
         _one_of("buffers", self.buffers, ("mean", "rank0", "local"))
@@ -274,6 +349,17 @@ class Plan:
                 "{'mode': 'max-autotune-no-cudagraphs'}."
             )
         self._check_update()
+
+    def _check_across(self) -> None:
+        if self.across is None:
+            return
+        if self.across not in STAGES or isinstance(self.across, bool):
+            raise ValueError(f"The stage across is {self.across!r}, which is not a ZeRO stage; use 0, 1, 2 or 3.")
+        if self.across == 3 and self.stage != 3:
+            raise ValueError(
+                f"Stage 3 across cuts what forward reads, so it needs stage 3 inside too, not {self.stage}; use 0, 1 "
+                "or 2 across, or 3 for both."
+            )
 
     def _check_recompute(self) -> None:
         wanted = self.recompute
@@ -311,6 +397,11 @@ class Plan:
             raise ValueError("With delay=1 gradients stay on the device; leave Offload.grads there.")
         if self.stage < 2 and grads_are_away:
             raise ValueError(f"Offload.grads is away, but at stage {self.stage} gradients are whole; use stage=2 or 3.")
+        if self.across in (1, 2) and self.compute_is_away:
+            raise ValueError(
+                f"Offload.compute is away, but at stage {self.across} across a step brings new values into what the "
+                "ranks of a node keep; leave compute on the device, or use stage 0 or 3 across."
+            )
         if self.stage < 3 and self.compute_is_away:
             raise ValueError(f"Offload.compute is away, but at stage {self.stage} compute is whole; use stage=3.")
         if offload.update == "host" and (self.delay or offload.uses_disk or self.compute_is_away):
@@ -320,6 +411,11 @@ class Plan:
             )
         if offload.update == "host" and self.moments != "exact":
             raise ValueError(f"moments={self.moments!r} are updated on the device; leave out update='host'.")
+
+    @property
+    def stages(self) -> Stages:
+        """By axis."""
+        return Stages(self.stage, self.stage if self.across is None else self.across)
 
     @property
     def compute_is_away(self) -> bool:
@@ -336,7 +432,8 @@ class Plan:
         known = [field.name for field in dataclasses.fields(Plan)]
         for name in options:
             if name not in known:
-                raise TypeError(f"zeor has no option {name!r}{nearest(name, [*known, 'units', 'mesh', 'device'])}.")
+                beside = ["units", "mesh", "hierarchy", "device"]
+                raise TypeError(f"zeor has no option {name!r}{nearest(name, [*known, *beside])}.")
         options = dict(options)
         options["precision"] = Precision.parse(options.get("precision"))
         options["offload"] = Offload.parse(options.get("offload"))

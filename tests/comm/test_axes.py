@@ -14,7 +14,8 @@ import torch.distributed as dist
 import zeor
 from tests import loops
 from zeor.access.sharded import state_of
-from zeor.comm.axes import Axes, Axis, make_axes
+from zeor.comm.axes import Axes, Axis
+from zeor.comm.meshes import make_axes
 from zeor.memory.roles import Sizes
 
 HOST = torch.device("cpu")
@@ -23,14 +24,14 @@ HOST = torch.device("cpu")
 def test_a_lane_is_cut_over_everyone_and_repeated_by_nobody() -> None:
     axis = Axis(2, 4, HOST)
     axes = Axes.of_one(axis)
-    assert axes.shard is axis and axes.everyone is axis and axes.device == HOST
-    assert (axes.replicate.rank, axes.replicate.size) == (0, 1) and axes.sizes == Sizes(4, 1)
+    assert axes.inside is axis and axes.everyone is axis and axes.device == HOST
+    assert (axes.across.rank, axes.across.size) == (0, 1) and axes.sizes == Sizes(4, 1)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 4), (2, 3)])
 def test_axes_of_another_shape_do_not_fit(rank: int, size: int) -> None:
     axes = Axes.of_one(Axis(2, 4, HOST))
-    with pytest.raises(ValueError, match=rf"along 'shard' this rank is {rank} of {size} on cpu and was 2 of 4 on cpu"):
+    with pytest.raises(ValueError, match=rf"along 'inside' this rank is {rank} of {size} on cpu and was 2 of 4 on cpu"):
         axes.replace(Axes.of_one(Axis(rank, size, HOST)))
     assert axes.sizes == Sizes(4, 1)
 

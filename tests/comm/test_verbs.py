@@ -130,7 +130,7 @@ def check_traffic(axis: Axis) -> None:
     verbs.gather_vector(axis, torch.zeros(3), "vector")
     counted = axis.traffic.summary()
     if others == 0:
-        assert counted == {"bytes_sent": 0, "collectives": 0, "calls": {}, "bytes_by_verb": {}}
+        assert counted == {"bytes_sent": 0, "collectives": 0, "calls": {}, "bytes_by_verb": {}, "bytes_by_axis": {}}
         return
     assert counted["calls"] == {"gather": 1, "reduce": 1, "agree": 1}
     assert counted["bytes_by_verb"] == {"gather": nbytes * others, "reduce": nbytes * others, "agree": 12 * others}

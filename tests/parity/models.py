@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zeor
@@ -31,20 +32,23 @@ VOCAB, LENGTH, PER_RANK, MAX_NORM = 13, 5, 2, 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """One combination. `micro`: micro-batches per step, with or without no_sync; `clip`: none, zeor or stock."""
+    """One combination. `micro`: micro-batches per step, with or without no_sync; `clip`: none, zeor or stock.
+    `shape`: of a mesh (node, gpu); then `stage` is one for each, inside and across."""
 
-    stage: int = 3
+    stage: int | tuple[int, int] = 3
     overlap: bool = True
     micro: str = "1"
     clip: str = "none"
     checkpoint: str = "none"
     optimizer: str = "SGD"
     precision: str | None = None
+    shape: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlap else "no overlap"
         rest = f"checkpoint {self.checkpoint}, {self.optimizer}, {self.precision}"
-        return f"stage {self.stage}, {overlap}, micro {self.micro}, clip {self.clip}, {rest}"
+        mesh = "" if self.shape is None else f" on {self.shape}"
+        return f"stage {self.stage}{mesh}, {overlap}, micro {self.micro}, clip {self.clip}, {rest}"
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -234,12 +238,21 @@ def build_model(setting: Setting, build: Build) -> nn.Module:
     return model.double() if setting.precision == "fp64" else model
 
 
+def placed(setting: Setting) -> dict[str, Any]:
+    """What shard() is told of the stage, and of the mesh where there is one."""
+    if setting.shape is None:
+        return {"stage": setting.stage}
+    assert isinstance(setting.stage, tuple)
+    mesh = init_device_mesh("cpu", setting.shape, mesh_dim_names=("node", "gpu"))
+    return {"stage": dict(zip(("gpu", "node"), setting.stage)), "mesh": mesh}
+
+
 def train(setting: Setting, build: Build = net) -> Run:
     """A few steps with zeor, on this rank's part of the data."""
     model = build_model(setting, build)
     optimizer = make_optimizer(setting.optimizer, model.parameters())
     precision = None if setting.precision == "fp64" else setting.precision
-    zeor.shard(model, optimizer, stage=setting.stage, overlap=setting.overlap, precision=precision)
+    zeor.shard(model, optimizer, **placed(setting), overlap=setting.overlap, precision=precision)
     losses, norms = [], []
     for batches in joint_batches(dist.get_world_size(), int(setting.micro[0])):
         for number, (tokens, targets) in enumerate(batches, start=1):
@@ -306,4 +319,4 @@ def largest(got: Run, want: Run) -> float:
 
 def baseline(setting: Setting) -> Setting:
     """What a setting must equal in bits."""
-    return replace(setting, stage=0, overlap=False)
+    return replace(setting, stage=0 if setting.shape is None else (0, 0), overlap=False)

@@ -36,8 +36,8 @@ from zeor.access.draw import OVERWRITES, Recipe
 from zeor.access.full import sum_of_bits
 from zeor.access.meta import named_buffers, replace_buffer
 from zeor.access.sharded import state_of
-from zeor.comm import verbs
 from zeor.comm.agree import same_everywhere
+from zeor.comm.along import gather_into
 from zeor.memory import param as parameters
 from zeor.memory.view import Args, Func, Kwargs
 from zeor.step import events
@@ -212,8 +212,12 @@ class _Values(TorchFunctionMode):
             _carry_out(recipe, slot)
             self._note(slot, zlib.crc32(recipe.describe().encode()), recipe.is_whole)
         for lane in dict.fromkeys(slot.lane for slot in recipes):
-            if not lane.frees and not lane.updates_whole:  # not by the lane itself, which would dress its parameters
-                verbs.gather(lane.axes.shard, lane.full.flat, lane.mine, "gather of initial values").wait()
+            if lane.frees:
+                legs, into, begin = lane.legs("update", "compute"), lane.mine, lane.kept.begin
+            else:  # not by the lane itself, which would dress its parameters
+                legs, into, begin = lane.legs("update"), lane.full.flat, 0
+            if legs:
+                gather_into(lane.axes, legs, into, "gather of initial values", begin)
                 lane.changed()
 
     def _note(self, slot: Slot, total: int, written: bool) -> None:

@@ -192,35 +192,43 @@ def _fill(ledger: Ledger, group: Group, source: torch.dtype, out: Tensor, staged
     staging = torch.empty(0 if direct else most, dtype=source, device=out.device)
     ledger.add("full", staging.nbytes)
     lane, label = group.lane, f"zeor.iter_full of {group.slots[0].name!r}"
-    for rank, begin, end in _pieces(group, source, most):
+    cut = lane.spec.table.cut("compute" if _is_compute(lane, source) else "update")
+    part = lane.spec.held("compute" if _is_compute(lane, source) else "update")
+    for number, begin, end in _pieces(group, source, most):
         target = out[begin - group.begin : end - group.begin]
         piece = target if direct else staging[: end - begin]
-        if rank in (None, lane.axes.shard.rank):
-            first = 0 if rank is None else rank * lane.layout.slice_numel
-            _read(lane, source, begin - first, piece, whole=rank is None)
-        if rank is not None:
-            verbs.broadcast(lane.axes.shard, piece, label, rank)
+        axis = lane.axes.over(cut)
+        holder = None if number is None else lane.axes.holder(lane.spec.grid, cut, number)
+        if holder in (None, axis.rank):
+            first = 0 if number is None else number * part
+            _read(lane, source, begin - first, piece, whole=number is None)
+        if holder is not None:
+            verbs.broadcast(axis, piece, label, holder)
         if not direct:
             target.copy_(piece)
     ledger.drop("full", staging.nbytes)
 
 
 def _pieces(group: Group, source: torch.dtype, most: int) -> Iterator[tuple[int | None, int, int]]:
-    """(rank that holds it, or None where every rank does; begin; end) in elements of the lane."""
-    lane, part = group.lane, group.lane.layout.slice_numel
-    of_compute = source == lane.key.compute_dtype and not lane.lags
-    here = not lane.frees if of_compute else lane.updates_whole or lane.axes.shard.size == 1
-    begin = group.begin
+    """(which of the stretches that ranks hold, or None where every rank has all; begin; end), in elements."""
+    lane, role = group.lane, "compute" if _is_compute(group.lane, source) else "update"
+    here = not lane.frees if role == "compute" else not lane.spec.cut("update")
+    part, begin = lane.spec.held(role), group.begin
     while begin < group.end:
-        rank = None if here else begin // part
-        end = min(group.end, begin + most, group.end if rank is None else (rank + 1) * part)
-        yield rank, begin, end
+        number = None if here else begin // part
+        end = min(group.end, begin + most, group.end if number is None else (number + 1) * part)
+        yield number, begin, end
         begin = end
+
+
+def _is_compute(lane: Lane, source: torch.dtype) -> bool:
+    """Whether what forward reads is exact; else the master is."""
+    return source == lane.key.compute_dtype and not lane.lags
 
 
 def _read(lane: Lane, source: torch.dtype, begin: int, into: Tensor, whole: bool) -> None:
     """What this rank holds, from element `begin` of the whole lane or of its slice on."""
-    if source == lane.key.compute_dtype and not lane.lags:
+    if _is_compute(lane, source):
         held = lane.full.flat if whole else lane.mine
         into.copy_(held[begin : begin + into.numel()])
     else:

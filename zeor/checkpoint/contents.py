@@ -107,20 +107,20 @@ def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int
     for slot in slots:
         lane = slot.lane
         dtype = lane.key.master_dtype or lane.key.compute_dtype
-        for segment in lane.layout.segments(lane.axes.shard.rank):
+        for segment in lane.layout.segments_in(lane.fine):
             if segment.param == slot.index:
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
                 contents.add_range((PARAM, names[id(slot.param)]), slot.shape, dtype, segment.start, read)
 
 
 def exact_part(lane: Lane, segment: Segment) -> Tensor:
-    """The exact values of a segment of this rank's slice, flat: the memory itself, or a temporary."""
-    if lane.updates_whole:
-        offset = lane.layout.offsets[segment.param] + segment.start
-        segment = Segment(segment.param, segment.start, segment.numel, offset)
-    end = segment.offset + segment.numel
+    """The exact values of a segment of this rank's fine slice, flat: the memory itself, or a temporary."""
     if lane.master is None:
-        return lane.full.flat[segment.offset : end] if lane.updates_whole else lane.read_mine(segment.offset, end)
+        begin = segment.offset + lane.fine.within(lane.kept).begin
+        return lane.read_mine(begin, begin + segment.numel)
+    offset = segment.offset + lane.fine.within(lane.updated).begin
+    segment = Segment(segment.param, segment.start, segment.numel, offset)
+    end = segment.offset + segment.numel
     own = lane.master.own
     if own is not None and not own.away:
         return own.tensor[segment.offset : end]
@@ -171,7 +171,7 @@ def add_optimizer(
         if piece.begin is not None:
             _add_elements(contents, (role, name), slot, piece)
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
-            if not slot.lane.updates_whole or slot.lane.axes.shard.rank == 0:
+            if _writes_wholes(slot.lane):
                 contents.add_whole((role, name), piece.value)
         else:
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
@@ -190,13 +190,19 @@ def add_optimizer(
     )
 
 
+def _writes_wholes(lane: Lane) -> bool:
+    """Whether this rank is the first of those that keep the same state."""
+    cut = lane.spec.table.cut("update")
+    return all(axis in cut or place == 0 for axis, place in enumerate(lane.axes.coords))
+
+
 def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: Piece) -> None:
-    """Where every rank has all of it, only this rank's slice is written. What rests in a file is read past its map: a
-    file that something else shortens while a checkpoint is written makes that fail, and no more."""
+    """Where several ranks have the same, only this rank's fine slice is written. What rests in a file is read past its
+    map: a file that something else shortens while a checkpoint is written makes that fail, and no more."""
     assert piece.begin is not None
     first, last = piece.begin, piece.begin + piece.value.numel()
-    if slot.lane.updates_whole:
-        mine = [s for s in slot.lane.layout.segments(slot.lane.axes.shard.rank) if s.param == slot.index]
+    if slot.lane.fine != slot.lane.updated:
+        mine = [s for s in slot.lane.layout.segments_in(slot.lane.fine) if s.param == slot.index]
         if not mine:
             return
         first, last = mine[0].start, mine[0].start + mine[0].numel

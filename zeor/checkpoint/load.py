@@ -70,7 +70,7 @@ class Load:
             if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
                 self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        alone = run.everyone.size == 1 or not any(slot.lane.updates_whole for slot in run.slots)
+        alone = run.everyone.size == 1 or not any(slot.lane.fine != slot.lane.updated for slot in run.slots)
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups

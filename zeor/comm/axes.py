@@ -1,4 +1,4 @@
-"""Axes: along which ranks a lane is cut, along which it is repeated, and who must agree.
+"""Axes: along which ranks a lane may be cut, and who must agree.
 
 An axis is a set of ranks and the groups their traffic travels on. Gathers and reduces have one each: on a single
 group, ranks whose autograd interleaves the two differently would wait for each other for ever. `control` carries small
@@ -7,28 +7,43 @@ of one rank has no groups.
 
 Note [Axes]
 ~~~~~~~~~~~
-    shard       the ranks that a lane is cut over: slices, gathers, reduces, norms
-    replicate   the ranks that hold the same slice
+    inside      the innermost axis: ranks with the fastest links between them (the GPUs of a node), or all ranks
+    across      the outer one: ranks at the same place of each node. One rank alone where the mesh has one axis
     everyone    whose gradients are averaged, and who must agree: both together
-Every lane has axes, and today all lanes of a model share one set: `shard` is everyone and `replicate` is this rank
-alone. Parts keep the set, never one axis of it, so that other groups can take its place (`replace`): after a failure,
-say, when the same ranks have met anew. What still assumes that `shard` is everyone: the report of traffic, the mark of
-a failed collective (`stuck`), a meeting that has begun, and owners of matrices, who share the work along `shard`.
+A stage is chosen for each axis; what a role is cut along, and so which stretch of a lane a rank holds, is a table
+(memory/roles.py) and a grid (layout/grid.py). Gathers go along one axis after another, outermost first, and reduces
+innermost first, so that what crosses nodes is a node's sum and each byte of it crosses once. All lanes of a model share
+one set of axes. Parts keep the set, never one axis of it, so that other groups can take its place (`replace`): after a
+failure, say, when the same ranks have met anew. What holds for all ranks (a failed collective, a meeting that has
+begun, the number of steps) is one `Standing` that the three share.
 """
 
 from __future__ import annotations
 
+import socket
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeor.comm.observe import Observer, Traffic
+from zeor.layout import Cut, Grid
 from zeor.memory.roles import Sizes
+
+
+@dataclass
+class Standing:
+    """How the ranks of a model stand together; one for all its axes."""
+
+    stuck: bool = False  # a collective failed: nothing more can be expected of these groups
+    meeting: Callable[[], None] | None = None  # one that has begun: what waits for its end, before a collective
+    steps: int = 0  # calls of step() here: ranks that differ in it have different weights in their slices
 
 
 @dataclass
@@ -40,42 +55,87 @@ class Axis:
     reduce: Any = None
     control: Any = None
     meets: bool = False  # everything goes over Gloo, so ranks meet before each event: see meeting.py
-    meeting: Callable[[], None] | None = None  # one that has begun: what waits for its end, before a collective
     native_reduce: bool = True  # the backend's own reduce-scatter is both exact in order and frugal
     fake: bool = False  # one rank of an imagined world: nothing moves, nothing can be compared
     timeout: float = 600.0
-    stuck: bool = False  # a collective failed: nothing more can be expected of these groups
     backend: str = "no process group"
-    steps: int = 0  # calls of step() here: ranks that differ in it have different weights in their slices
-    name: str = "shard"  # which of a model's axes it is, for its observer
+    name: str = "ranks"  # of the mesh's dimension, for reports and errors
+    known_as: Sequence[int] = ()  # where the axis is one of several: its ranks, as everyone counts them
+    apart: bool = False  # its ranks are on several hosts, all of them know, and everything goes over Gloo
     observer: Observer = field(default_factory=Observer)  # hears of every collective
+    standing: Standing = field(default_factory=Standing)
 
     @property
     def traffic(self) -> Traffic:
         return self.observer.traffic
 
+    @property
+    def stuck(self) -> bool:
+        return self.standing.stuck
+
+    @stuck.setter
+    def stuck(self, value: bool) -> None:
+        self.standing.stuck = value
+
+    @property
+    def steps(self) -> int:
+        return self.standing.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self.standing.steps = value
+
 
 class Axes:
-    """See Note [Axes]."""
+    """See Note [Axes]. `members`: for each rank of everyone, its coordinates, innermost first."""
 
-    def __init__(self, shard: Axis, replicate: Axis, everyone: Axis):
-        self.shard, self.replicate, self.everyone = shard, replicate, everyone
+    def __init__(self, inside: Axis, across: Axis, everyone: Axis, members: Sequence[tuple[int, ...]]):
+        self.inside, self.across, self.everyone = inside, across, everyone
+        self.members = tuple(members)
         self.device = everyone.device
         self._replaced: list[weakref.WeakMethod[Callable[[], None]]] = []
+        for axis in (inside, across):
+            axis.observer, axis.standing = everyone.observer, everyone.standing
 
     @classmethod
     def of_one(cls, axis: Axis) -> Axes:
-        """Every lane is cut over all of these ranks."""
-        return cls(axis, Axis(0, 1, axis.device, timeout=axis.timeout, name="replicate"), axis)
+        """All of these ranks are on one axis."""
+        alone = Axis(0, 1, axis.device, timeout=axis.timeout, name="across")
+        return cls(axis, alone, axis, [(rank, 0) for rank in range(axis.size)])
+
+    @property
+    def each(self) -> tuple[Axis, Axis]:
+        """By number, as in layout/grid.py."""
+        return self.inside, self.across
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.shard.size, self.replicate.size)
+        return Sizes(self.inside.size, self.across.size)
+
+    @property
+    def coords(self) -> tuple[int, int]:
+        """Of this rank."""
+        return self.inside.rank, self.across.rank
+
+    def over(self, cut: Cut) -> Axis:
+        """The ranks that together hold what is cut along these axes."""
+        along = [self.each[axis] for axis in sorted(cut) if self.sizes[axis] > 1]
+        if len(along) > 1:
+            return self.everyone
+        return along[0] if along else Axis(0, 1, self.device, observer=self.everyone.observer)
+
+    def holder(self, grid: Grid, cut: Cut, number: int) -> int:
+        """The rank of `over(cut)` that holds stretch `number` of what is cut along these axes."""
+        return self.in_order(grid)[number] if self.over(cut) is self.everyone else number
+
+    def in_order(self, grid: Grid) -> list[int]:
+        """The ranks of everyone in the order of their fine slices."""
+        return sorted(range(len(self.members)), key=lambda rank: grid.place(self.members[rank]))
 
     def replace(self, new: Axes) -> None:
         """Other groups of as many ranks, with this one at the same place, take over; nothing may be under way. What
         was counted goes on."""
-        for name in ("shard", "replicate", "everyone"):
+        for name in ("inside", "across", "everyone"):
             old, other = getattr(self, name), getattr(new, name)
             if (old.rank, old.size, old.device) != (other.rank, other.size, other.device):
                 raise ValueError(
@@ -83,8 +143,9 @@ class Axes:
                     f"{other.size} on {other.device} and was {old.rank} of {old.size} on {old.device}, so slices would "
                     "have to be cut anew; save a checkpoint and load it over the new ranks."
                 )
-            other.steps, other.observer = old.steps, old.observer
-        self.shard, self.replicate, self.everyone = new.shard, new.replicate, new.everyone
+            other.observer = old.observer
+        new.everyone.steps = self.everyone.steps
+        self.inside, self.across, self.everyone, self.members = new.inside, new.across, new.everyone, new.members
         for method in filter(None, (each() for each in self._replaced)):
             method()
 
@@ -98,11 +159,6 @@ class Axes:
 _groups: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
-def make_axes(mesh: Any, device: torch.device, deterministic: bool, timeout: float) -> Axes:
-    """From `shard(mesh=...)`: None (everybody), a process group, or a one-dimensional DeviceMesh."""
-    return Axes.of_one(make_axis(mesh, device, deterministic, timeout))
-
-
 def make_axis(mesh: Any, device: torch.device, deterministic: bool, timeout: float) -> Axis:
     parent = _parent_group(mesh)
     if parent is None:
@@ -114,12 +170,12 @@ def make_axis(mesh: Any, device: torch.device, deterministic: bool, timeout: flo
     if size == 1:
         return Axis(0, 1, device, timeout=timeout)
     backend = _backend(parent, device)
-    gather, reduce, control, meets = _groups_over(parent, device, timeout)
+    gather, reduce, control, meets, apart = _groups_over(parent, device, timeout)
     # Gloo's reduce-scatter was measured to send as much as an all-reduce, twice the ideal.
     native = backend != "gloo" and not deterministic
     return Axis(
         rank, size, device, gather, reduce, control, meets, native_reduce=native, fake=backend == "fake",
-        timeout=timeout, backend=backend,
+        timeout=timeout, backend=backend, apart=apart,
     )  # fmt: skip
 
 
@@ -150,12 +206,34 @@ def _parent_group(mesh: Any) -> Any:
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if isinstance(mesh, dist.device_mesh.DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"The DeviceMesh has {mesh.ndim} dimensions; give zeor the one to shard over, such as mesh['dp']."
-            )
-        return mesh.get_group()
+        return mesh.get_group() if mesh.ndim == 1 else _flat_group(mesh)
     raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh or a process group.")
+
+
+def _flat_group(mesh: Any) -> Any:
+    """Of all ranks of a mesh of two dimensions."""
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"The DeviceMesh has {mesh.ndim} dimensions; give zeor the one or two to shard over, such as mesh['dp'] or "
+            "mesh['node', 'gpu']."
+        )
+    return group_of(sorted(mesh.mesh.flatten().tolist()))
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """A process group of these ranks, which is made once. They alone take part."""
+    if list(ranks) == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if dist.get_rank() not in ranks:
+        raise ValueError("This rank is not in the mesh given to zeor; call zeor.shard only on its ranks.")
+    known = _parents.setdefault(dist.group.WORLD, {})
+    if tuple(ranks) not in known:
+        known[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="zeor axis")
+    return known[tuple(ranks)]
+
+
+# Groups of a part of the world, by the default group and their ranks.
+_parents: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def _backend(group: Any, device: torch.device) -> str:
@@ -189,5 +267,18 @@ def _groups_over(parent: Any, device: torch.device, timeout: float) -> tuple[Any
 
         control = "fake" if backend == "fake" else "gloo"
         made = (new(backend, "gather"), new(backend, "reduce"), new(control, "control"))
-        cache[key] = (*made, backend == "gloo")
+        cache[key] = (*made, backend == "gloo", backend == "gloo" and _several_hosts(made[2]))
     return cache[key]
+
+
+def _several_hosts(control: Any) -> bool:
+    """Whether a link lies between any two of a group's ranks: then large parts travel otherwise (Note [Messages] in
+    verbs.py), and so all ranks must know alike. A network namespace is a host of its own."""
+    here = [socket.gethostname()]
+    for path in (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")):
+        if path.exists():
+            here.append(str(path.stat().st_ino) if path.name == "net" else path.read_text())
+    mine = torch.tensor([zlib.crc32(" ".join(here).encode())], dtype=torch.int64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(found, mine, group=control)
+    return len({int(each) for each in found}) > 1

@@ -46,13 +46,14 @@ def begin_meeting(axis: Axis, what: str, number: int = 0) -> None:
     if axis.meets:
         finish_meeting(axis)
         answer = small.channel_of(axis).start(axis, _print(what, number), small.MEET)
-        axis.meeting = lambda: _compare(axis, what, answer.result)
+        axis.standing.meeting = lambda: _compare(axis, what, answer.result)
 
 
 def finish_meeting(axis: Axis) -> None:
     """Before anything is exchanged: the meeting that has begun, if there is one."""
-    if axis.meeting is not None:
-        wait, axis.meeting = axis.meeting, None
+    standing = axis.standing
+    if standing.meeting is not None:
+        wait, standing.meeting = standing.meeting, None
         wait()
 
 

@@ -98,21 +98,27 @@ class Record:
 
 
 class Traffic:
-    """Collectives and the bytes this rank sends, by verb. Counted is the least that a verb can send; a gather or a
-    reduce of n bytes sends n * (size - 1) / size. What is sent in a step is decided elsewhere: which roles
-    travel by the stage's column (memory/roles.py), when by the schedule (step/schedule.py, `zeor schedule` prints it),
+    """Collectives and the bytes this rank sends, by verb and axis. Counted is the least that a verb can send; a gather
+    or a reduce of n bytes sends n * (size - 1) / size. What is sent in a step is decided elsewhere: which roles travel
+    by the stages' table (memory/roles.py), when by the schedule (step/schedule.py, `zeor schedule` prints it),
     in which order by step/order.py and step/reduces.py."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self.sent_nbytes: Counter[str] = Counter()
+        self.sent_nbytes: Counter[tuple[str, str]] = Counter()  # by axis and verb
 
     def summary(self) -> dict[str, object]:
+        verbs: Counter[str] = Counter()
+        axes: dict[str, dict[str, int]] = {}
+        for (axis, verb), nbytes in self.sent_nbytes.items():
+            verbs[verb] += nbytes
+            axes.setdefault(axis, {})[verb] = nbytes
         return {
-            "bytes_sent": sum(self.sent_nbytes.values()),
+            "bytes_sent": sum(verbs.values()),
             "collectives": sum(self.calls.values()),
             "calls": dict(self.calls),
-            "bytes_by_verb": dict(self.sent_nbytes),
+            "bytes_by_verb": dict(verbs),
+            "bytes_by_axis": axes,
         }
 
 
@@ -205,7 +211,7 @@ class Observer:
     def sent(self, verb: str, nbytes: int, label: str, axis: str) -> Record | None:
         """A collective is about to be issued. Always counted; a record where somebody listens."""
         self.traffic.calls[verb] += 1
-        self.traffic.sent_nbytes[verb] += nbytes
+        self.traffic.sent_nbytes[axis, verb] += nbytes
         if not self.on:
             return None
         record = Record(MOVE, verb, self.step)

@@ -18,8 +18,6 @@ apart wait for each other until the time is over, and are named; Gloo would end 
 
 from __future__ import annotations
 
-import queue
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeor.comm.axes import Axis
+from zeor.comm.turns import Turns
 
 AGREE, MEET, ROWS, PASS = range(1, 5)  # what a message is for; attendance.py uses numbers from 2^24 on
 _KINDS, _LONGEST = 8, 1 << 20
@@ -75,20 +74,15 @@ def _swap(axis: Axis, sent: Tensor, to: int, heard: Tensor, of: int, kind: int) 
 
 class Channel:
     """Maxima over ranks of which some are not waited for: a thread plays their rounds, in the order they were asked
-    for. Every rank asks for the same ones in the same order. The thread ends with the channel."""
+    for. Every rank asks for the same ones in the same order."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._turns = Turns("zeor-agree")
         self._last: Callable[[], Future[Tensor] | None] = lambda: None  # the last one started, while somebody holds it
 
     def start(self, axis: Axis, values: Tensor, kind: int = PASS) -> Future[Tensor]:
         """Returns at once."""
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_play, args=(self._jobs,), daemon=True, name="zeor-agree").start()
-            weakref.finalize(self, self._jobs.put, None)
-        answer: Future[Tensor] = Future()
-        self._jobs.put(_job(axis, values, kind, answer))
+        answer = self._turns.ask(lambda: largest(axis, values, kind))
         self._last = weakref.ref(answer)
         return answer
 
@@ -108,19 +102,3 @@ def channel_of(axis: Axis) -> Channel:
     if axis.control not in _channels:
         _channels[axis.control] = Channel()
     return _channels[axis.control]
-
-
-def _job(axis: Axis, values: Tensor, kind: int, answer: Future[Tensor]) -> Callable[[], None]:
-    def play() -> None:
-        try:
-            answer.set_result(largest(axis, values, kind))
-        except BaseException as error:  # whatever it is, it belongs to whoever waits for the answer
-            answer.set_exception(error)
-
-    return play
-
-
-def _play(jobs: queue.SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or its tensors would live until the next one

@@ -44,9 +44,10 @@ def explain(axis: Axis, label: str, error: BaseException) -> RuntimeError:
     text = str(error).splitlines()[0]
     timed_out = "timed out" in text.lower() or "timeout" in text.lower()
     what = f"did not complete within {axis.timeout:g} s" if timed_out else "failed"
-    return RuntimeError(
-        f"zeor: {label} {what} on rank {axis.rank} of {axis.size}; {_missing(axis, label)}. The backend said: {text}"
-    )
+    where = f"rank {axis.rank} of {axis.size}"
+    if axis.known_as:
+        where = f"rank {axis.known_as[axis.rank]}, between ranks {list(axis.known_as)} along {axis.name!r}"
+    return RuntimeError(f"zeor: {label} {what} on {where}; {_missing(axis, label)}. The backend said: {text}")
 
 
 def _missing(axis: Axis, label: str) -> str:
@@ -59,8 +60,9 @@ def _missing(axis: Axis, label: str) -> str:
         )
     except Exception as error:  # the store has died with the process that held it
         return f"{_holder()} is gone: it holds the job's store, which cannot be reached ({type(error).__name__})"
-    absent = [rank for rank in range(axis.size) if rank not in notes]
-    elsewhere = {rank: note for rank, note in notes.items() if note != label}
+    names = axis.known_as or range(axis.size)
+    absent = [names[rank] for rank in range(axis.size) if rank not in notes]
+    elsewhere = {names[rank]: note for rank, note in notes.items() if note != label}
     parts = []
     if absent:
         parts.append(

@@ -12,6 +12,21 @@ accumulated in at least fp32 whatever the wire's dtype: the result does not depe
 cuts its messages, so it is the same bits at every stage, and each rank sends the minimum. Over Gloo on a host
 this rank's own part stays where it is; an all-to-all would copy it into the received ones.
 
+Note [Messages]
+~~~~~~~~~~~~~~~
+Gloo has one connection to each other rank in a group, and a rank sends data only once the other has said that it waits
+for them. Gloo's all-to-all posts its send first. So where one rank comes late, its data go off at once, and that it
+waits for the other's is said behind them: each way in turn, at half the speed of a link that carries both at once.
+Broadcasts on one group do the same at random, and over more than two ranks their trees cross a link more often than
+needed. So between hosts (`Axis.apart`) large parts go as messages from rank to rank, and every rank says what it waits
+for before it sends: both ways at once and no temporary. A message's tag is its length, so messages of different lengths
+never meet, as in small.py. On one host, and for small parts, collectives cost less. docs/notes/links.md has figures.
+
+A message cannot be asked whether it has arrived, and waiting for one with a limit closes the connection. So one byte to
+each rank follows them in a collective (the mark). A connection keeps its order, so where the mark is done the messages
+are. Only questions go to it: it may come late, behind the messages of later moves, and wait() does not wait for it.
+Whoever drops a move without waiting must not drop its messages: Gloo would look for their memory for ever (`_left`).
+
 Note [Asking Gloo whether a collective is done]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 `Work.is_completed` of Gloo waits for the work's lock without giving Python's own (the GIL) back. Under torch.profiler
@@ -22,8 +37,12 @@ future is done a moment earlier and is asked without a lock.
 
 from __future__ import annotations
 
+import concurrent.futures
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +54,17 @@ from zeor.comm.axes import Axis
 from zeor.comm.meeting import finish_meeting
 from zeor.comm.observe import Record
 from zeor.comm.stuck import explain
+from zeor.comm.turns import Turns
+from zeor.tiers.streams import SideStream
 
 # The collectives were renamed: old names warn on torch 2.13, new ones are absent on 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 HOST_PIECE_NUMEL = 1 << 16  # of a few parts together, what a core's own cache holds
+MESSAGE_NBYTES = 1 << 16  # parts of at least so many bytes go as messages between hosts: see Note [Messages]
+
+_left: list[Move] = []  # dropped with messages under way
 
 
 class Move:
@@ -53,14 +77,18 @@ class Move:
         works: Sequence[dist.Work],
         finish: Callable[[], Tensor],
         record: Record | None = None,
+        asked: Sequence[dist.Work] | None = None,
     ):
+        """`asked` can tell whether `works` are done; None: they do so themselves."""
         self._axis, self._label, self._works, self._record = axis, label, list(works), record
+        self._asked = self._works if asked is None else list(asked)
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
 
-    def wait(self) -> Tensor:
+    def wait(self, noted: bool = True) -> Tensor:
+        """`noted`: the computation waits, so an observer hears of it."""
         if self._finish is not None:
-            waited = None if self._record is None else self._begin_wait(self._record)
+            waited = None if self._record is None or not noted else self._begin_wait(self._record)
             try:
                 for work in self._works:
                     work.wait()
@@ -70,7 +98,7 @@ class Move:
                 self._end_wait(self._record, waited)
             self._result = self._finish()
             # A Work object keeps its tensors alive, and the closure its buffers.
-            self._works, self._finish = [], None
+            self._works, self._asked, self._finish = [], [], None
         assert self._result is not None
         return self._result
 
@@ -82,7 +110,7 @@ class Move:
             return False
         waited = None if self._record is None else self._begin_wait(self._record)
         try:
-            for work in self._works:
+            for work in self._asked:
                 work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             return self._done()  # late, or failed: then wait() says how
@@ -94,8 +122,13 @@ class Move:
     def _done(self) -> bool:
         """See Note [Asking Gloo whether a collective is done]."""
         if self._axis.backend == "gloo":
-            return all(work.get_future().done() for work in self._works)
-        return all(work.is_completed() for work in self._works)
+            return all(work.get_future().done() for work in self._asked)
+        return all(work.is_completed() for work in self._asked)
+
+    def __del__(self) -> None:
+        if self._works and self._asked is not self._works and not self._done():
+            _left[:] = [move for move in _left if not move._done()]
+            _left.append(self)
 
     def _begin_wait(self, record: Record) -> Record | None:
         """None where the host has nothing to wait for; on an accelerator only its stream can tell."""
@@ -108,6 +141,16 @@ class Move:
             self._axis.observer.arrived(waited)
         self._axis.observer.arrived(record)
         self._record = None
+
+
+class Marked(NamedTuple):
+    """Messages that were issued, and the collective that tells whether they have arrived: see Note [Messages]."""
+
+    works: list[dist.Work]
+    mark: dist.Work
+
+
+Issued = dist.Work | list[dist.Work] | Marked  # what a verb has started
 
 
 class Parts(NamedTuple):
@@ -130,21 +173,90 @@ def gather(axis: Axis, full: Tensor, mine: Tensor, label: str, parts: Parts | No
             full.copy_(mine)
         return Move(axis, label, (), lambda: full)
     record = axis.observer.sent("gather", mine.nbytes * (axis.size - 1), label, axis.name)
-    parts = parts or Parts.of(axis, full)
+    _let_pass(axis)
+    return _start(axis, label, _gathering(axis, parts or Parts.of(axis, full), mine), lambda: full, record)
+
+
+def gather_after(
+    first: Callable[[], Move], axis: Axis, full: Tensor, mine: Tensor, label: str, parts: Parts
+) -> Callable[[], Move]:
+    """A gather of what another one brings, begun when that one is over; what is returned gives it. Where the host must
+    wait for that a thread does, so that other ranks get this one's part whatever this one does meanwhile."""
+    record = axis.observer.sent("gather", mine.nbytes * (axis.size - 1), label, axis.name)
+
+    def begin() -> Move:
+        if axis.device.type != "cpu":
+            torch.accelerator.set_device_index(axis.device.index)
+        first().wait(noted=False)
+        if record is not None:
+            record.begin = perf_counter_ns()
+        issue = _gathering(axis, parts, mine)
+        return _start(axis, label, issue, lambda: full, record, meets=False)  # ranks met before the first one
+
+    if axis.fake or (axis.backend != "gloo" and axis.device.type != "cpu"):
+        with SideStream(axis.device)():  # it waits, and not the computation
+            second = begin()
+        return lambda: second
+    turn = _turns.ask(begin)
+    _asked[axis.gather] = turn
+    return lambda: _in_turn(axis, label, turn)
+
+
+_turns = Turns("zeor-gather")
+_asked: weakref.WeakKeyDictionary[Any, Future[Move]] = weakref.WeakKeyDictionary()  # the last one, by group
+
+
+def _in_turn(axis: Axis, label: str, turn: Future[Move]) -> Move:
+    waited = axis.observer.waits("gather", label) if axis.observer.on and not turn.done() else None
+    try:
+        return turn.result()
+    finally:
+        if waited is not None:
+            axis.observer.arrived(waited)
+
+
+def _let_pass(axis: Axis) -> None:
+    """Gathers that were asked for earlier and are still to begin come first, on every rank."""
+    earlier = _asked.pop(axis.gather, None) if _asked else None
+    if earlier is not None and not earlier.done():
+        concurrent.futures.wait([earlier])
+
+
+def _gathering(axis: Axis, parts: Parts, mine: Tensor) -> Callable[[], Issued]:
+    """What issues a gather of `mine` into the whole that `parts` are of."""
     own = parts.rows[axis.rank] if parts.rows[axis.rank].data_ptr() == mine.data_ptr() else _bytes(mine)
     if axis.backend == "gloo" and axis.device.type == "cpu":
-        return _start(axis, label, lambda: _gather_by_broadcasts(axis, parts.rows, own), lambda: full, record)
-    issue = lambda: _all_gather(parts.whole, own, group=axis.gather, async_op=True)
-    return _start(axis, label, issue, lambda: full, record)
+        return lambda: _gather_on_host(axis, parts.rows, own)
+    return lambda: _all_gather(parts.whole, own, group=axis.gather, async_op=True)
 
 
-def _gather_by_broadcasts(axis: Axis, rows: list[Tensor], own: Tensor) -> list[dist.Work]:
+def _gather_on_host(axis: Axis, rows: list[Tensor], own: Tensor) -> Issued:
     """Each rank's part to all others, in place. Gloo's own all-gather goes through a temporary of full size for each
     gather under way, and took twice as long (77 ms against 36 for 150 MB over two ranks)."""
     if rows[axis.rank] is not own:
         rows[axis.rank].copy_(own)
+    if axis.apart and own.numel() >= MESSAGE_NBYTES:
+        return _exchange(axis, axis.gather, rows, [rows[axis.rank]] * axis.size)
     sources = dist.get_process_group_ranks(axis.gather)
     return [dist.broadcast(row, source, group=axis.gather, async_op=True) for row, source in zip(rows, sources)]
+
+
+def _exchange(axis: Axis, group: Any, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Marked:
+    """`sent[rank]` to each other rank, `received[rank]` from it, none where it is empty: see Note [Messages]."""
+    works, distances = [], range(1, axis.size)
+    for of in ((axis.rank - distance) % axis.size for distance in distances):
+        if received[of].numel():
+            works.append(dist.irecv(received[of], group=group, group_src=of, tag=_tag(received[of])))
+    for to in ((axis.rank + distance) % axis.size for distance in distances):
+        if sent[to].numel():
+            works.append(dist.isend(sent[to], group=group, group_dst=to, tag=_tag(sent[to])))
+    mark = torch.zeros(axis.size, dtype=torch.uint8)
+    told = dist.all_to_all_single(torch.empty_like(mark), mark, group=group, async_op=True)
+    return Marked([work for work in works if work is not None], told)
+
+
+def _tag(message: Tensor) -> int:
+    return message.nbytes % 0x7FFFFFFF
 
 
 def reduce_receives(axis: Axis, full_numel: int) -> int:
@@ -189,12 +301,16 @@ def reduce(
     return _start(axis, label, lambda: _exchange_parts(axis, full, received), finish, record)
 
 
-def _exchange_parts(axis: Axis, full: Tensor, received: Tensor) -> list[dist.Work]:
+def _exchange_parts(axis: Axis, full: Tensor, received: Tensor) -> Issued:
     """Each rank's part of `full` to that rank."""
     whole, into, rank = _bytes(full), _bytes(received), axis.rank
     if not _keeps_own(axis):
         return [dist.all_to_all_single(into, whole, group=axis.reduce, async_op=True)]
     nbytes = whole.numel() // axis.size
+    if axis.apart and nbytes >= MESSAGE_NBYTES:
+        rows, parts = list(whole.view(axis.size, -1)), list(into.view(axis.size - 1, -1))
+        parts.insert(rank, rows[rank])
+        return _exchange(axis, axis.reduce, parts, rows)
     before, after = [nbytes if other < rank else 0 for other in range(axis.size)], [0] * axis.size
     after[rank + 1 :] = [nbytes] * (axis.size - rank - 1)
     lower, upper = whole[: nbytes * rank], whole[nbytes * (rank + 1) :]
@@ -240,6 +356,10 @@ def all_to_all(
     record = axis.observer.sent("all_to_all", (sent.numel() - sent_numels[axis.rank]) * sent.itemsize, label, axis.name)
     into, out = ([numel * sent.itemsize for numel in numels] for numels in (received_numels, sent_numels))
     issue = lambda: dist.all_to_all_single(_bytes(received), _bytes(sent), into, out, group=axis.reduce, async_op=True)
+    if axis.apart and axis.device.type == "cpu":  # ranks see different lengths, so these decide nothing
+        parts, sent_parts = _bytes(received).split(into), _bytes(sent).split(out)
+        parts[axis.rank].copy_(sent_parts[axis.rank])
+        return _start(axis, label, lambda: _exchange(axis, axis.reduce, parts, sent_parts), lambda: received, record)
     return _start(axis, label, issue, lambda: received, record)
 
 
@@ -250,6 +370,7 @@ def broadcast(axis: Axis, tensor: Tensor, label: str, rank: int = 0) -> None:
     record = axis.observer.sent("broadcast", tensor.nbytes if axis.rank == rank else 0, label, axis.name)
     flat = tensor if tensor.is_contiguous() else tensor.contiguous()
     source = dist.get_global_rank(axis.gather, rank)
+    _let_pass(axis)
     sent = flat if flat.dtype == torch.uint8 and flat.dim() == 1 else _bytes(flat.view(-1))  # see Parts
     issue = lambda: dist.broadcast(sent, source, group=axis.gather, async_op=True)
     _start(axis, label, issue, lambda: flat, record).wait()
@@ -305,15 +426,19 @@ def _exchanged(axis: Axis, label: str, record: Record | None, exchange: Callable
 
 
 def _start(
-    axis: Axis, label: str, issue: Callable[[], Any], finish: Callable[[], Tensor], record: Record | None
+    axis: Axis, label: str, issue: Callable[[], Any], finish: Callable[[], Tensor], record: Record | None,
+    meets: bool = True,
 ) -> Move:
-    if axis.meeting is not None:
+    """`issue` gives what it has `Issued`. `meets`: not before a meeting that has begun is over."""
+    if meets and axis.standing.meeting is not None:
         finish_meeting(axis)
     try:
-        works = issue()
+        issued = issue()
     except RuntimeError as error:
         raise explain(axis, label, error) from error
-    return Move(axis, label, works if isinstance(works, list) else [works], finish, record)
+    if isinstance(issued, Marked):
+        return Move(axis, label, issued.works, finish, record, [issued.mark])
+    return Move(axis, label, issued if isinstance(issued, list) else [issued], finish, record)
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -170,12 +170,15 @@ class Keeping:
         calls = frozenset(range(self._entered or len(self._needs)))
         self._intervals.append(Interval(self._memory.reset_peak(), calls - self._begun))
 
-    def end_backward(self) -> None:
+    def end_backward(self) -> bool:
+        """Whether a pass is over: all forwards have had their backwards."""
         if self._measures and self._begun:
             self._end_interval()
         self._backwards += 1
-        if self._backwards >= self._forwards:  # else there are forwards whose backward is still to come
+        over = self._backwards >= self._forwards
+        if over:
             self._begin_pass()
+        return over
 
     # ---- a step
 

@@ -159,20 +159,21 @@ def _lanes(units: Sequence[Unit], slots: list[Slot]) -> Iterator[tuple[Lane, lis
 def _by_slices(lane: Lane, slots: list[Slot], fn: _Fn) -> Iterator[Found]:
     """Each rank its own slice. One that updates everything computes everybody's, with the same cuts: the same bits."""
     assert lane.master is not None and lane.grads is not None
-    axis, layout = lane.axes.shard, lane.layout
+    layout, grid, device = lane.layout, lane.spec.grid, lane.axes.device
+    updated = grid.stretch(lane.axes.coords, lane.spec.table.cut("update"))
     for slot in slots:
-        values: list[Tensor | None] = [None] * axis.size
+        values: list[Tensor | None] = [None] * grid.count
         grads = []
-        for rank in range(axis.size) if lane.updates_whole else (axis.rank,):
-            for part in layout.segments(rank):
+        for place in updated:
+            for part in layout.segments(place):
                 if part.param == slot.index:
-                    shift = rank * layout.slice_numel if lane.updates_whole else 0
+                    shift = (place - updated.start) * layout.slice_numel
                     at = Segment(part.param, part.start, part.numel, part.offset + shift)
-                    leaf = torch.empty(part.numel, dtype=lane.master.dtype, device=axis.device)
+                    leaf = torch.empty(part.numel, dtype=lane.master.dtype, device=device)
                     lane.read_master(at, leaf)
-                    values[rank], grad = _evaluate(slot, leaf, fn, partial(_cut, slot, part.start, part.numel))
+                    values[place], grad = _evaluate(slot, leaf, fn, partial(_cut, slot, part.start, part.numel))
                     grads.append(grad)
-        none = torch.empty(0, dtype=lane.master.dtype, device=axis.device)
+        none = torch.empty(0, dtype=lane.master.dtype, device=device)
         yield Found(slot, values, torch.cat([none, *grads]))
 
 
@@ -209,19 +210,20 @@ def _same(slot: Slot, full: Tensor) -> Tensor:
 
 
 def _total(slots: Sequence[Slot], found: list[Found]) -> Tensor:
-    """Per rank in the order of the model, then over ranks in rank order."""
+    """Per fine slice in the order of the model, then over slices in their order."""
     lane = slots[0].lane
     masters = {each.slot.lane.master.dtype for each in found if each.slot.lane.master is not None}
     dtype = torch.float64 if torch.float64 in masters else torch.float32
     width = max((len(each.values) for each in found), default=1)
     sums = torch.zeros(width, dtype=dtype, device=lane.axes.device)
     for each in found:
-        for rank, value in enumerate(each.values):
+        for place, value in enumerate(each.values):
             if value is not None:
-                sums[rank] += value
-    if width > 1 and not lane.updates_whole:
-        axis = lane.axes.shard
-        sums = verbs.gather_vector(axis, sums[axis.rank : axis.rank + 1], "sum of zeor.penalty")
+                sums[place] += value
+    if width > 1 and lane.spec.cut("update"):
+        axes, grid = lane.axes, lane.spec.grid
+        own = sums[grid.place(axes.coords)].view(1)
+        sums = verbs.gather_vector(axes.everyone, own, "sum of zeor.penalty")[axes.in_order(grid)]
     return sums.view(-1).sum()
 
 

@@ -11,7 +11,8 @@ Note [Which units are computed again]
    are computed again one by one, costs time and holds all the parts' inputs at once.
 2. `recompute=[classes or modules]` chooses instead; of two that lie in each other the outer one counts.
 3. A call in evaluation, inside somebody's checkpoint, or inside backward (a re-entrant checkpoint's real forward) runs
-   as it is. What decides is the same when that forward is computed again, as torch demands.
+   as it is (with recompute="auto": own_checkpoints.py). What decides is the same when that forward is computed again,
+   as torch demands.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeor.features.activations import Kept, Packed, Shelf
 from zeor.features.keeping import Keeping
+from zeor.features.own_checkpoints import OwnCheckpoints
 from zeor.model.wrapped import unwrapped
 from zeor.step.extension import NEWS, Extension
 from zeor.step.passes import inside_backward
@@ -72,6 +74,7 @@ class Recompute(Extension):
             return forward(*args, **kwargs)
         if module.training:
             args, kwargs = _without_caches(args, kwargs)
+        forward = _without_its_own(module, forward)
         if self.shelf is None:
             return self._checkpointed(forward, args, kwargs)
         kept = Kept(self.shelf, (args, kwargs))
@@ -120,6 +123,13 @@ class AutoRecompute(Recompute):
     def __init__(self, units: Sequence[Unit], device: torch.device, budget: Any = None):
         super().__init__(units, True, device)
         self.keeping = Keeping(device, budget if isinstance(budget, int) else None)
+        self.own = OwnCheckpoints(self.keeping, device)
+
+    @_disable_dynamo
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or inside_backward() or _inside_checkpoint():
+            return self.own.run(forward, module, args, kwargs)
+        return super().run(forward, module, args, kwargs)
 
     def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.keeping.enter((args, kwargs))
@@ -128,6 +138,7 @@ class AutoRecompute(Recompute):
         return super()._checkpointed(self.keeping.metered(call, forward), args, kwargs)
 
     def begin_forward(self, train: bool, alone: bool) -> None:
+        self.own.begin_forward(train)
         if train:
             self.keeping.begin_forward()
 
@@ -142,13 +153,16 @@ class AutoRecompute(Recompute):
         self.keeping.heard(largest[0])
 
     def grads_there(self) -> None:
-        self.keeping.end_backward()
+        if self.keeping.end_backward():
+            self.own.end_pass()
 
     def abandon(self) -> None:
-        self.keeping.end_backward()
+        if self.keeping.end_backward():
+            self.own.end_pass()
 
     def end_step(self) -> None:
         self.keeping.end_step()
+        self.own.end_pass()
 
 
 def asks_offload(wanted: Any) -> bool:
@@ -221,6 +235,23 @@ def find_wanted(root: nn.Module, wanted: Any) -> list[nn.Module]:
 def _inside_checkpoint() -> bool:
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _without_its_own(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Layers of transformers checkpoint inside their own forward where an attribute says so (older versions around the
+    call). Ours takes its place: else what we compute again would be computed again inside."""
+    its_own = any(each.__name__ == "GradientCheckpointingLayer" for each in type(module).__mro__)
+    if not its_own or not getattr(module, "gradient_checkpointing", False):
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        module.gradient_checkpointing = False  # type: ignore[assignment]  # no tensor
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+    return run
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

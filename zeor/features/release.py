@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zeor.features.mean_loss import Counts
-from zeor.memory.roles import Residency
 from zeor.step.backward import Backward
 from zeor.step.extension import Extension
 from zeor.step.grads import State
@@ -48,7 +47,7 @@ class Release(Extension):
         if any(waits(unit) for waits in self.waits):
             return
         lanes = [lane for lane in unit.lanes if lane.grads is not None]
-        if any(lane.column.grad is Residency.FULL and lane.axes.shard.size > 1 for lane in lanes):
+        if any(lane.spec.spreads for lane in lanes):
             return
         trained = [slot for slot in unit.slots if slot.lane.grads is not None and slot.lane.grads.trains[slot.index]]
         if not unit.is_root and trained and all(slot in self._reducer.new for slot in trained):

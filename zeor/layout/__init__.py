@@ -4,6 +4,7 @@ Integers only: no tensors, no devices, no process groups. Every rank computes th
 layout from names, shapes and the world size without talking to anybody.
 """
 
+from zeor.layout.grid import Cut, Grid, Span
 from zeor.layout.lane import LaneLayout, Segment, lay_out
 
-__all__ = ["LaneLayout", "Segment", "lay_out"]
+__all__ = ["Cut", "Grid", "LaneLayout", "Segment", "Span", "lay_out"]

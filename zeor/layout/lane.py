@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from zeor.layout.grid import Span
+
 # Padding may cost this part of a lane; past it a cheaper way to cut is taken (Note [How a lane is cut]).
 MAX_PADDING = 0.01
 
@@ -57,27 +59,32 @@ class LaneLayout:
         return self.numel - sum(self.numels)
 
     @cached_property
-    def _segments(self) -> tuple[tuple[Segment, ...], ...]:
-        return tuple(tuple(self._segments_of(rank)) for rank in range(self.world))
+    def _found(self) -> dict[Span, tuple[Segment, ...]]:
+        return {}
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The segments of one slice, in the order of the lane."""
-        return self._segments[rank]
+        return self.segments_in(self.span(range(rank, rank + 1)))
 
     def whole(self) -> tuple[Segment, ...]:
         """The parameters as segments of the whole lane: what a rank that updates everything holds."""
-        return tuple(
-            Segment(param, 0, numel, offset)
-            for param, (numel, offset) in enumerate(zip(self.numels, self.offsets))
-            if numel
-        )
+        return self.segments_in(Span(0, self.numel))
 
-    def _segments_of(self, rank: int) -> Iterator[Segment]:
-        begin, end = rank * self.slice_numel, (rank + 1) * self.slice_numel
+    def span(self, slices: range) -> Span:
+        """The elements of some slices side by side."""
+        return Span(slices.start * self.slice_numel, slices.stop * self.slice_numel)
+
+    def segments_in(self, span: Span) -> tuple[Segment, ...]:
+        """The segments of a stretch of the lane, in its order."""
+        if span not in self._found:
+            self._found[span] = tuple(self._segments_of(span))
+        return self._found[span]
+
+    def _segments_of(self, span: Span) -> Iterator[Segment]:
         for param, (numel, offset) in enumerate(zip(self.numels, self.offsets)):
-            low, high = max(begin, offset), min(end, offset + numel)
+            low, high = max(span.begin, offset), min(span.end, offset + numel)
             if low < high:
-                yield Segment(param, low - offset, high - low, low - begin)
+                yield Segment(param, low - offset, high - low, low - span.begin)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The half-open ranges of the lane that belong to no parameter."""

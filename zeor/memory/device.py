@@ -313,3 +313,20 @@ class DeviceMemory:
         """What is cached and unused, to the device."""
         if self._module is not None:
             self._module.empty_cache()
+
+
+def lacks_float8(device: torch.device, recipe: str) -> str:
+    """Why this device cannot multiply in 8 bits by a recipe of torchao's; "" where it can. A CPU emulates it."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda":
+        return f"needs a GPU with float8 units, and {device.type} is not known to have any"
+    if torch.version.hip is not None:
+        return ""  # torchao knows which of AMD's have them
+    least = (8, 9) if recipe == "tensorwise" else (9, 0)
+    found = torch.cuda.get_device_capability(device)
+    if found >= least:
+        return ""
+    name = torch.cuda.get_device_name(device)
+    has, needs = (".".join(map(str, version)) for version in (found, least))
+    return f"needs a GPU with float8 units (compute capability {needs} or newer), and {name} has {has}"

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeor.memory.view import CONVERSIONS, Args, Func, Held, Kwargs, changes_nothing, is_metadata, written
 
@@ -151,6 +151,27 @@ class Away(ShardedParam, nn.Parameter):
         return _read_all(func, args, kwargs)
 
 
+class Coded(Away):
+    """A parameter that rests as 8-bit codes (Note [Codes] in float8.py): a read sees what the codes stand for, in
+    memory of its own; only whole values can be written. To C++ it is a single NaN, as large as the parameter, so that
+    whoever asks no Python computes NaN and not something that looks like a weight."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch: untyped
+        return super().__repr__().replace("sharded>", "as 8-bit codes>")
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = torch.empty(self.shape, device="meta").stride()
+        return strides if dim is None else strides[dim]
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+def nothing_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a `Coded` parameter lies over."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
 def _detach(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     param: ShardedParam = args[0]
     return param._zeor_slot.get_data()
@@ -169,7 +190,8 @@ def _read_all(func: Func, args: Args, kwargs: Kwargs) -> Any:
     target = written(func, args, kwargs)
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Away):
-            leaf._zeor_slot.read(writes=leaf is target)  # from here on it is Whole, or this has raised
+            leaf._zeor_slot.read(writes=leaf is target)  # from here on it is Whole or Coded, or this has raised
+    args, kwargs = tree_map_only(Coded, lambda param: param._zeor_slot.read(), (args, kwargs))
     return func(*args, **kwargs)
 
 

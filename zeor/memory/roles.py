@@ -1,7 +1,8 @@
 """Every byte that training keeps has a role, and a stage is a column of one table, per axis.
 
-Nothing else in zeor knows the word "stage": the engine is handed a `Column` and asks it where a
-role rests. The collective that brings a role from one residency to another is a look-up too.
+Nothing else in zeor knows the word "stage": the engine is handed a `Table` with a column for each axis of ranks, and
+asks it where a role rests. The collective that brings a role from one residency to another is a look-up too. The buffer
+of full size that gradients arrive in stays where the innermost axis' column says so: what travels across is smaller.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
+
+from zeor.plan import Stages
 
 
 class Residency(Enum):
@@ -41,24 +44,27 @@ STAGES: dict[int, Column] = {
 
 
 class Sizes(NamedTuple):
-    """Ranks along each axis of a lane: see Note [Axes] in comm/axes.py."""
+    """Ranks along each axis of a lane, innermost first: see Note [Axes] in comm/axes.py."""
 
-    shard: int
-    replicate: int = 1
+    inside: int
+    across: int = 1
 
 
 class Table(NamedTuple):
     """Where each role rests, by axis: a column for each."""
 
-    shard: Column
-    replicate: Column
+    inside: Column
+    across: Column
+
+    def cut(self, role: str) -> frozenset[int]:
+        """The axes that a role is cut along, by number; one of them may have a single rank."""
+        return frozenset(axis for axis, column in enumerate(self) if getattr(column, role) is Residency.SLICE)
 
 
-def table_of(stage: int, stays_whole: bool) -> Table:
-    """Of one lane: `stays_whole` where every rank keeps what forward reads. Ranks that hold the same slice hold all of
-    it, as at stage 0."""
-    column = STAGES[stage]
-    return Table(replace(column, compute=Residency.FULL) if stays_whole else column, STAGES[0])
+def table_of(stages: Stages, stays_whole: bool = False) -> Table:
+    """Of one lane: `stays_whole` where every rank keeps what forward reads."""
+    columns = [STAGES[stage] for stage in stages]
+    return Table(*(replace(column, compute=Residency.FULL) if stays_whole else column for column in columns))
 
 
 # How a buffer gets from one residency to another. PARTIAL -> FULL is a reduce and a gather, never an

@@ -103,11 +103,17 @@ def _by_hand(model: nn.Module, units: Sequence[nn.Module | type], names: dict[nn
 
 def _by_itself(model: nn.Module) -> list[nn.Module]:
     total = numel(model)
-    blocks: list[nn.Module] = []
-    _repeated(model, blocks)
+    blocks = repeated_blocks(model)
     chosen = list(blocks)
     _by_size(model, set(blocks), total, chosen)
     return chosen
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Step 1 of Note [How units are found]."""
+    found: list[nn.Module] = []
+    _repeated(model, found)
+    return found
 
 
 def _repeated(module: nn.Module, found: list[nn.Module]) -> None:

@@ -17,14 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.comm.agree import same_everywhere
-from zeor.comm.axes import Axes, make_axes
+from zeor.comm.axes import Axes
 from zeor.comm.launch.world import ensure_process_group
+from zeor.comm.meshes import make_axes
 from zeor.data.loader import follow
 from zeor.features.build import Builder
 from zeor.features.freezing import Freezing
 from zeor.features.plain_grads import watch
 from zeor.memory.device import idle_accelerator, one_device
-from zeor.memory.roles import STAGES
+from zeor.memory.roles import table_of
 from zeor.model.wrapped import refuse_sharded
 from zeor.optim.parts.checks import check_kind, refuse_optimizers_in_backward
 from zeor.optim.stepper import Stepper
@@ -77,7 +78,7 @@ def _attach(optimizer: Optimizer, plan: Plan, mesh: Any) -> Stepper:
     axes = make_axes(mesh, device, plan.deterministic, plan.timeout)
     _compare(axes, params)
     engine = Engine(plan, axes, plain=True)
-    check_kind(optimizer, (), axes, STAGES[plan.stage])
+    check_kind(optimizer, (), axes, table_of(plan.stages))
     builder = Builder(engine)
     _pack(builder, params)
     stepper = Stepper(engine, optimizer)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeor.access.sharded import Sharded, state_of
-from zeor.comm import verbs
+from zeor.comm.along import gather_into
 from zeor.features.freezing import Freezing
 from zeor.layout import Segment
 from zeor.optim.parts.pieces import Piece, put_piece
@@ -183,7 +183,7 @@ class EMA:
             raise RuntimeError("The state of an average is read outside its applied().")
         for slot in self._slots:
             if slot.lane in self._of:
-                for segment in slot.lane.layout.segments(slot.lane.axes.shard.rank):
+                for segment in slot.lane.layout.segments_in(slot.lane.fine):
                     if segment.param == slot.index:
                         end = segment.offset + segment.numel
                         yield slot, segment, self._of[slot.lane][segment.offset : end]
@@ -196,7 +196,7 @@ def _own_master(lane: Lane) -> Iterator[Tensor]:
     lane.master.fetch()
     values = lane.master.values
     try:
-        yield lane.slice_of(values) if lane.updates_whole else values
+        yield lane.fine_of(values)
     finally:
         lane.master.leave()
 
@@ -209,15 +209,14 @@ def _exchange(lane: Lane, flat: Tensor) -> Tensor:
     master = lane.master
     assert master is not None
     master.fetch()
-    own = lane.slice_of(master.values) if lane.updates_whole else master.values
+    own = lane.fine_of(master.values)
     before = own.clone()
     own.copy_(flat)
-    if lane.updates_whole:
-        verbs.gather(lane.axes.shard, master.values, own, "gather of averaged weights").wait()
+    gather_into(lane.axes, lane.legs("fine", "update"), master.values, "gather of averaged weights", lane.updated.begin)
     master.spill()
     lane.catch_up()
-    if not lane.frees and not lane.updates_whole:
-        lane.start_gather("gather of averaged weights")
+    if lane.publishes:
+        lane.start_publish("gather of averaged weights")
         lane.wait()
     if flat.dtype != before.dtype:
         return before

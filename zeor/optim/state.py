@@ -139,6 +139,7 @@ class KeptState:
     def whole(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each of the user's parameters, whole, on every rank; a collective."""
         self.heed_new_state()
+        self.drain()
         return {param: state for param in list(self._params()) if (state := self.segments.whole(param))}
 
     def pieces(self) -> Iterator[Piece]:
@@ -264,7 +265,7 @@ class OwnState(defaultdict[Any, Any]):
         if slot is None:
             return super().__missing__(key)
         mine = self._part(slot)
-        return Absent(slot.name, slot.lane.axes.shard.rank) if mine is None else self[mine]
+        return Absent(slot.name, slot.lane.axes.everyone.rank) if mine is None else self[mine]
 
     def _own(self, key: Any) -> Any:
         """What stands for a key in here: for a parameter this rank's part of it, which nothing may be."""
@@ -304,7 +305,7 @@ class OwnState(defaultdict[Any, Any]):
         if slot is not None:
             mine = self._part(slot)
             if mine is None or not super().__contains__(mine):
-                return Absent(slot.name, slot.lane.axes.shard.rank) if default is _NONE else default
+                return Absent(slot.name, slot.lane.axes.everyone.rank) if default is _NONE else default
             key = mine
         return super().pop(key) if default is _NONE else super().pop(key, default)
 

@@ -28,7 +28,6 @@ from zeor.features.freezing import Freezing
 from zeor.features.nonfinite import NonFinite
 from zeor.features.release import Release
 from zeor.memory.device import trim_host_memory
-from zeor.memory.roles import STAGES
 from zeor.optim.calls import Calls
 from zeor.optim.kernels.run import OnePass
 from zeor.optim.owners import exchange
@@ -54,11 +53,11 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.engine, self.optimizer = engine, optimizer
         plan, axes, units, drain = engine.plan, engine.axes, engine.units, engine.drain
-        self.axes, self._plan, self._column, self._plain = axes, plan, STAGES[plan.stage], engine.plain
+        self.axes, self._plan, self._table, self._plain = axes, plan, engine.table, engine.plain
         self._units, self._slots, self._peers, self._ledger = units, engine.slots, engine.optimizers, engine.ledger
         self._observer = engine.observer
         self.kinds = self._check()
-        self.owners = Owners(axes, self._column, units)
+        self.owners = Owners(axes, self._table, units)
         self._give_owners(range(len(self.kinds)))
         self.segments = Segments(optimizer, self._slots, self.owners, axes)
         self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
@@ -91,7 +90,7 @@ class Stepper:
         return kinds
 
     def check_kind(self) -> list[Kind]:
-        return check_kind(self.optimizer, self._slots, self.axes, self._column)
+        return check_kind(self.optimizer, self._slots, self.axes, self._table)
 
     def _give_owners(self, groups: Iterable[int]) -> None:
         found = [self.optimizer.param_groups[n]["params"] for n in groups if not self.kinds[n].elementwise]
@@ -200,6 +199,7 @@ class Stepper:
                 visit.finish()
             self.engine.forget_gathered()
             self._publish([unit for unit in self._units if any(lane.grads is not None for lane in unit.lanes)])
+            self.engine.publish_codes()
             if self._plain:
                 self.state.drain()
 

@@ -1,5 +1,6 @@
 """WHAT IT WILL COST: bytes per rank and role, before anything is allocated."""
 
 from zeor.planner.bytes import Prediction, predict
+from zeor.planner.choose import Choice, choose
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Choice", "Prediction", "choose", "predict"]

@@ -18,6 +18,7 @@ from zeor.planner.peaks import (
     LIBRARIES_NBYTES,
     WORKSPACE_NBYTES,
     Model,
+    accumulated_nbytes,
     computing_nbytes,
     first_update,
     gathered_nbytes,
@@ -38,7 +39,7 @@ def place(model: Model) -> Model:
     assert offload is not None
     budget, host_nbytes = _budgets(offload)
     lanes = [lane for lane in model.flat if lane.updates]
-    largest = max((lane.held(lane.setting.column.update) for lane in lanes), default=0)
+    largest = max((lane.held("update") for lane in lanes), default=0)
     window = int(WINDOWS * min(model.setting.chunk, largest) * (_moments(model) + 2))
     free = budget - _used_nbytes(model) - window - _margin(model, budget)
     disk = 0 if offload.folder is None else int(DISK_SHARE * free_disk_nbytes(offload.folder))
@@ -70,7 +71,7 @@ def begun_nbytes(model: Model) -> int:
     offload = model.setting.plan.offload
     assert offload is not None
     lanes = [lane for lane in model.flat if lane.updates and lane.beside_itemsize == 2]
-    numel = sum(lane.held(lane.setting.column.update) for lane in lanes)
+    numel = sum(lane.held("update") for lane in lanes)
     crowded = model.setting.native and crowds(numel, model.setting.plan.release, _budgets(offload)[0])
     return 2 * numel + LIBRARIES_NBYTES if crowded else 0
 
@@ -102,7 +103,7 @@ def _moments(model: Model) -> float:
 def _need(model: Model, lane: PlannedLane) -> int:
     """As Auto._need."""
     assert lane.key.master_dtype is not None
-    numel = lane.held(lane.setting.column.update)
+    numel = lane.held("update")
     wide = lane.key.master_dtype.itemsize / 4 if model.setting.plan.moments == "exact" else 1
     split = lane.beside_itemsize == 2 and lane.key.master_dtype == torch.float32
     return int(numel * (_moments(model) * wide + (2 if split else 0)))
@@ -111,22 +112,21 @@ def _need(model: Model, lane: PlannedLane) -> int:
 def _used_nbytes(model: Model) -> int:
     """What the first step will have needed when state is placed, without state."""
     compute = [a for a in model.arrays() if a.tier == "device" and a.role in ("compute", "lagging")]
-    buffered = [a for a in model.arrays() if a.role == "grad" and model.setting.column.grad_buffer]
+    buffered = [a for a in model.arrays() if a.role == "grad" and model.setting.grad_buffer]
     whole = [
-        Array("master", "device", (lane.held(lane.setting.column.update) * lane.beside_itemsize,))
+        Array("master", "device", (lane.held("update") * lane.beside_itemsize,))
         for lane in model.flat if lane.updates and lane.beside_itemsize > 2 and lane.tiers.master == "device"
     ]  # fmt: skip
     used = rounded_nbytes(compute + whole + buffered) + model.buffers_nbytes + gathered_nbytes(model)
     used += WORKSPACE_NBYTES if model.setting.native else 0
+    used += accumulated_nbytes(model)
     return used + computing_nbytes(model, 0, first_update(model))
 
 
 def _margin(model: Model, budget: int) -> int:
     """As Auto._margin."""
-    offload, column, rest = model.setting.plan.offload, model.setting.column, 0
+    offload, rest = model.setting.plan.offload, 0
     assert offload is not None
     if model.setting.plan.release:
-        rest = max(
-            sum(lane.held(column.compute) * lane.key.compute_dtype.itemsize for lane in unit) for unit in model.lanes
-        )
+        rest = max(sum(lane.held("compute") * lane.key.compute_dtype.itemsize for lane in unit) for unit in model.lanes)
     return holes_nbytes(budget, offload.device_budget is not None) + rest

@@ -1,4 +1,4 @@
-"""`zeor.predict`: bytes per rank by role and by tier, and their peaks, before anything is allocated.
+"""`zeor.predict`: bytes per rank by role and tier, their peaks, and a step's time, before anything is allocated.
 
 Uses the same unit finding, lane keys, layout and places as the engine (rests.py), on a model that may be on the meta
 device. What it says of resident roles and tiers is exact; `transient` is the bound of the formula in peaks.py. Given a
@@ -8,27 +8,42 @@ batch, the model's forward and backward are run without values (trace.py), and p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
+from zeor.features import fp8
 from zeor.memory.param import is_sharded
-from zeor.memory.roles import Column, Residency
-from zeor.model.discover import find_units
-from zeor.optim.streaming.moments import MOMENTS
+from zeor.memory.roles import Sizes
+from zeor.model.discover import UnitSpec, find_units
+from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.plan import Offload, Plan, Precision, nearest
 from zeor.planner import automatic
-from zeor.planner.peaks import Model, buffers_nbytes, device_peak, host_peak, transient_nbytes
-from zeor.planner.rests import PlannedLane, Setting, fullest_rank, plan_lanes
+from zeor.planner.kept import KEEPS_COMPILED, keeping, most, needs
+from zeor.planner.machine import Along, Machine
+from zeor.planner.peaks import (
+    Model,
+    accumulated_nbytes,
+    buffers_nbytes,
+    device_peak,
+    host_peak,
+    transient_nbytes,
+)
+from zeor.planner.rests import PlannedLane, Setting, fullest_part, plan_lanes
+from zeor.planner.shape import Shape
+from zeor.planner.step_time import Pace, StepTime, step_time
 from zeor.planner.trace import Trace, Workload, trace
 from zeor.spec.keys import small_numel
 
-_OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole")
-_OPTIONS = ("units", "native_reduce", "batch", "inputs", "loss", *_OF_PLAN)
+_OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile")
+_LOOP = ("accumulation", "sums_each", "gpu", "link", "clip")
+_OPTIONS = ("units", "hierarchy", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_OF_PLAN)
 CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
 _ENDLESS = 1 << 60
+HOLES = 0.02  # of a device's memory, left for what lies between the allocator's blocks: as in features/keeping.py
 _ONE_PASS = ("Adam", "AdamW", "SGD")
 
 
@@ -44,6 +59,9 @@ class Prediction:
     `device_peak`: what torch.cuda.max_memory_allocated() will be; not the driver's context, nor what torch's allocator
     holds in reserve. `host_peak`: what the process grows by after torch was imported and the device first used, pinned
     memory and libraries that training loads included (zeor/planner/peaks.py). Both are meant never to be under.
+
+    `accumulated`: gradients summed over micro-batches in fp32, on top of the others. `kept`: of recompute="auto", how
+    many of a pass's calls keep their activations. `time`: seconds of a step, where gpu= and a batch were given.
     """
 
     compute: int
@@ -60,25 +78,33 @@ class Prediction:
     activations: int = 0
     device_peak: int = 0
     host_peak: int = 0
+    accumulated: int = 0
+    kept: int = 0
+    time: StepTime | None = None
 
     @property
     def resident(self) -> int:
         return self.compute + self.grad + self.master + self.moments
 
     def as_dict(self) -> dict[str, int]:
-        return {**vars(self), "resident": self.resident}
+        """The bytes, by name."""
+        counts = {name: value for name, value in vars(self).items() if name not in ("time", "kept")}
+        return {**counts, "resident": self.resident}
 
 
 def predict(
     model: nn.Module,
     *,
-    world: int = 1,
-    stage: int = 3,
+    world: int | Mapping[str, int] = 1,
+    stage: int | Mapping[str, int] = 3,
     precision: Precision | str | None = None,
     optimizer: str | int = "AdamW",
     **options: Any,
 ) -> Prediction:
     """What `shard(model, ..., stage=stage)` will hold on each of `world` ranks. Nothing is allocated.
+
+    Ranks on two axes: world={"node": 2, "gpu": 8}, the inner one last, as a mesh has them; or world=16, hierarchy=8.
+    Then `stage` may name one for each: {"gpu": 3, "node": 1}.
 
     `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=, and as given
     to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=, keep_whole=; native_reduce= (True
@@ -88,29 +114,130 @@ def predict(
     model's arguments; loss=, a function of the model and the inputs (with batch=: tokens and targets), else the
     cross-entropy of float logits against targets, or the model's output where it is the loss itself.
 
+    accumulation=k: a step of k micro-batches of this size, summed whole in fp32 by zeor.no_sync (4 bytes for each
+    parameter on every rank), or with sums_each=True each reduced and added to slices.
+
+    gpu="H100", "80GiB" or a zeor.Machine says what it runs on: then recompute="auto" keeps as many activations as fit
+    (else all is counted as computed again), and with a batch `time` says how long a step takes. link=: as zeor.choose
+    takes it. clip=False: the loop computes no norm.
+
     With offload="auto" it chooses as the run will, and raises ValueError where a step does not fit into the budgets.
     """
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"zeor.predict has no option {name!r}{nearest(name, list(_OPTIONS))}.")
+    check_optimizer(optimizer)
+    chosen = {name: options[name] for name in _OF_PLAN if name in options}
+    hierarchy = options.get("hierarchy")
+    shape = Shape.parse(world, hierarchy)
+    plan = Plan.parse({**shape.stages(stage, hierarchy), "precision": precision, **chosen})
+    loop = Loop.of(options)
+    machine = None if options.get("gpu") is None else Machine.parse(options["gpu"])
+    native = bool(options.get("native_reduce", machine is not None and machine.native))
+    known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop))
+    found = predicted(known, None if machine is None else limit_nbytes(machine))
+    if machine is None or not known.trace.works.forward:
+        return found.prediction
+    clip = bool(options.get("clip", True))
+    axes = machine.links(shape.sizes, shape.mesh_dim_names, options.get("link"))
+    pace = pace_of(found.model, machine, axes, clip, found.kept)
+    return replace(found.prediction, time=step_time(found.model, pace))
+
+
+def check_optimizer(optimizer: str | int) -> None:
     if isinstance(optimizer, str) and optimizer not in MOMENTS:
         raise ValueError(
             f"optimizer={optimizer!r} is not known to the planner{nearest(optimizer, list(MOMENTS))}; give the number "
             "of tensors it keeps per parameter instead, such as optimizer=2."
         )
-    chosen = {name: options[name] for name in _OF_PLAN if name in options}
-    plan = Plan.parse({"stage": stage, "precision": precision, **chosen})
+
+
+class Loop(NamedTuple):
+    """How a step is cut into micro-batches."""
+
+    accumulation: int = 1
+    sums_each: bool = False
+
+    @staticmethod
+    def of(options: dict[str, Any]) -> Loop:
+        count = options.get("accumulation", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"accumulation={count!r}; give how many micro-batches a step has: 1, 2, 3, ...")
+        return Loop(count, bool(options.get("sums_each", False)))
+
+
+def kind_of(optimizers: Sequence[Optimizer]) -> str | int:
+    """By name where that says everything, else by what it keeps for each element."""
+    known = [each for each in optimizers if type(each).__name__ in MOMENTS]
+    name = type(known[0]).__name__ if len(known) == 1 else ""
+    most = max(map(moment_count, known), default=0)
+    return name if name and MOMENTS[name] == most else most
+
+
+def setting_of(plan: Plan, sizes: Sizes, optimizer: str | int, native: bool, loop: Loop) -> Setting:
     count = MOMENTS[optimizer] if isinstance(optimizer, str) else optimizer
     one_pass = optimizer in _ONE_PASS if isinstance(optimizer, str) else False
-    setting = Setting(plan, world, count, bool(options.get("native_reduce", False)), one_pass)
-    known = _model(model, setting, options)
-    if plan.offload is not None and plan.offload.auto:
-        begun = automatic.begun_nbytes(known)
-        known = automatic.place(known)
-        found = _prediction(replace(known, rank=fullest_rank(known.flat, world)))
-        automatic.check_peak(known, max(found.device, found.device_peak))
-        return replace(found, host_peak=max(found.host_peak, begun))
-    return _prediction(known)
+    return Setting(plan, sizes, count, native, one_pass, 0, *loop)
+
+
+def limit_nbytes(machine: Machine) -> int:
+    """What a step may allocate: not the driver's context, nor what lies between the allocator's blocks."""
+    if not machine.native:
+        return machine.memory
+    return int((1 - HOLES) * (machine.memory - CONTEXT_NBYTES))
+
+
+def pace_of(model: Model, machine: Machine, axes: Sequence[Along], clip: bool, kept: frozenset[int]) -> Pace:
+    """How fast this plan goes there. Ranks of one host share a CPU's cores."""
+    setting = model.setting
+    share = min(1.0, machine.cores / min(setting.world, machine.per_host)) if machine.cores else 1.0
+    compiled = setting.plan.compile is not False and machine.native
+    return Pace(machine, tuple(axes), clip, compiled, computes_fp8(setting.plan), kept, share)
+
+
+def computes_fp8(plan: Plan) -> bool:
+    """Whether products are computed in 8 bits."""
+    return plan.precision.float8 is not None
+
+
+class Predicted(NamedTuple):
+    """With the model as it was placed, and units that keep their activations though others are computed again."""
+
+    prediction: Prediction
+    model: Model
+    kept: frozenset[int] = frozenset()
+
+
+def predicted(known: Model, limit: int | None = None) -> Predicted:
+    """Of offload="auto" and recompute="auto" what the run will choose; for the latter `limit` is needed."""
+    found = _placed(known)
+    if known.plain is None or limit is None:
+        return found
+    calls = needs(known.plain, known.trace)
+    if known.setting.plan.compile is not False and not KEEPS_COMPILED:
+        calls = []
+
+    def placed(count: int) -> Model:
+        assert known.plain is not None
+        return replace(found.model, trace=keeping(known.units, known.plain, known.trace, count))
+
+    count = most(len(calls), lambda count: device_peak(placed(count)) <= limit)
+    if not count:
+        return found
+    model = placed(count)
+    return Predicted(replace(_prediction(model), kept=count), model, frozenset(unit for unit, _ in calls[-count:]))
+
+
+def _placed(known: Model) -> Predicted:
+    plan = known.setting.plan
+    if plan.offload is None or not plan.offload.auto:
+        return Predicted(_prediction(known), known)
+    begun = automatic.begun_nbytes(known)
+    known = automatic.place(known)
+    known = replace(known, part=fullest_part(known.flat, known.setting.parts("update")))
+    found = _prediction(known)
+    automatic.check_peak(known, max(found.device, found.device_peak))
+    return Predicted(replace(found, host_peak=max(found.host_peak, begun)), known)
 
 
 def beside(model: nn.Module, device_nbytes: int, **options: Any) -> Prediction | None:
@@ -127,17 +254,42 @@ def beside(model: nn.Module, device_nbytes: int, **options: Any) -> Prediction |
         return None
 
 
-def _model(model: nn.Module, setting: Setting, options: dict[str, Any]) -> Model:
-    units = find_units(model, options.get("units"), small_numel(setting.plan, setting.world))
-    lanes, setting = plan_lanes(units, setting)
-    work = Workload.parse(options.get("batch"), options.get("inputs"), options.get("loss"))
-    found = Trace()
-    if work is not None:
-        if any(map(is_sharded, model.parameters())):
+class Source:
+    """A model and what a step of it computes. Traces are kept: plans that compute the same share them."""
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]):
+        self.module, self._units = model, options.get("units")
+        self._work = Workload.parse(options.get("batch"), options.get("inputs"), options.get("loss"))
+        self._traces: dict[Any, tuple[Sequence[UnitSpec], Trace]] = {}
+        self._found: dict[int, list[UnitSpec]] = {}
+        self._buffers = buffers_nbytes(model)
+        if self._work is not None and any(map(is_sharded, model.parameters())):
             raise ValueError("The model is sharded already; call zeor.predict before zeor.shard to count activations.")
-        found = trace(model, units, setting.plan, work)
-    rank = fullest_rank([lane for unit in lanes for lane in unit], setting.world)
-    return Model(units, lanes, setting, rank, found, buffers_nbytes(model))
+
+    def units(self, small: int) -> list[UnitSpec]:
+        if small not in self._found:
+            self._found[small] = find_units(self.module, self._units, small)
+        return self._found[small]
+
+    def trace(self, plan: Plan, units: list[UnitSpec], sequences: int | None = None) -> Trace:
+        if self._work is None:
+            return Trace()
+        work = self._work if sequences is None else self._work.of(sequences)
+        key = (plan.precision, plan.recompute, sequences, id(units))
+        if key not in self._traces:
+            self._traces[key] = units, trace(self.module, units, plan, work)
+        return self._traces[key][1]
+
+    def model(self, setting: Setting, sequences: int | None = None) -> Model:
+        """With a micro-batch of so many sequences; None: as it was given."""
+        units = self.units(small_numel(setting.plan, setting.world))
+        with fp8.foreseen(self.module, setting.plan, self._units, setting.world):
+            lanes, setting = plan_lanes(units, setting)
+        found, plain = self.trace(setting.plan, units, sequences), None
+        if setting.plan.recompute == "auto" and self._work is not None:
+            plain = self.trace(replace(setting.plan, recompute=False), units, sequences)
+        part = fullest_part([lane for unit in lanes for lane in unit], setting.parts("update"))
+        return Model(units, lanes, setting, part, found, self._buffers, plain)
 
 
 def _prediction(model: Model) -> Prediction:
@@ -146,33 +298,38 @@ def _prediction(model: Model) -> Prediction:
         roles[array.role] += array.nbytes
         tiers[array.tier] += array.nbytes
     if not any(lane.streamed for lane in model.flat):  # exact in a world of any size
-        more = model.setting.moments * _updated_nbytes(model.flat, model.setting.column, model.setting.world)
+        more = model.setting.moments * _updated_nbytes(model.flat, model.setting.parts("update"))
         tiers["device"] += more - roles["moments"]
         roles["moments"] = more
     return Prediction(
-        **{role: roles[role] for role in ("compute", "grad", "master", "moments", "lagging")},
+        roles["compute"],
+        roles["grad"],
+        roles["master"],
+        roles["moments"],
+        lagging=roles["lagging"],
         padding=sum(lane.layout.padding_numel * lane.key.compute_dtype.itemsize for lane in model.flat),
         transient=transient_nbytes(model),
-        **{tier: tiers[tier] for tier in ("device", "host", "disk")},
+        device=tiers["device"],
+        host=tiers["host"],
+        disk=tiers["disk"],
         window=model.window().device,
         activations=model.trace.peak,
+        accumulated=accumulated_nbytes(model),
         device_peak=device_peak(model),
         host_peak=host_peak(model),
     )
 
 
-def _updated_nbytes(lanes: Sequence[PlannedLane], column: Column, world: int) -> int:
-    """Master-sized bytes of the elements one rank updates, padding left out, on the rank that has the most."""
-    total, lost = 0, Counter[int]()  # lost: by rank, what gaps take from its slices
-    for key, layout in ((lane.key, lane.layout) for lane in lanes):
-        if not key.trainable or key.master_dtype is None:
+def _updated_nbytes(lanes: Sequence[PlannedLane], count: int) -> int:
+    """Master-sized bytes of the elements one rank updates, padding left out, of the fullest of so many parts."""
+    total, lost = 0, Counter[int]()  # lost: by part, what gaps take from it
+    for lane in lanes:
+        if not lane.updates:
             continue
-        itemsize, part = key.master_dtype.itemsize, layout.slice_numel
-        if column.update is Residency.FULL:
-            total += sum(layout.numels) * itemsize
-            continue
-        total += part * itemsize
-        for begin, end in layout.gaps():
-            for rank in range(begin // part, -(-end // part)):
-                lost[rank] += (min(end, (rank + 1) * part) - max(begin, rank * part)) * itemsize
-    return total - (min(lost.values()) if len(lost) == world else 0)
+        assert lane.key.master_dtype is not None
+        itemsize, numel = lane.key.master_dtype.itemsize, lane.held("update")
+        total += numel * itemsize
+        for begin, end in lane.layout.gaps():
+            for part in range(begin // numel, -(-end // numel)):
+                lost[part] += (min(end, (part + 1) * numel) - max(begin, part * numel)) * itemsize
+    return total - (min(lost.values()) if len(lost) == count else 0)

@@ -7,6 +7,7 @@ to rest at the first step. The arrays themselves take their space when they are 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from zeor.comm.agree import exchange
 from zeor.comm.axes import Axes
-from zeor.memory.roles import STAGES, Residency
+from zeor.memory.roles import STAGES, Sizes, table_of
 from zeor.optim.streaming.moments import moment_count, moment_itemsize
 from zeor.plan import Plan
 from zeor.spec.keys import lane_key, small_numel
@@ -39,7 +40,7 @@ def check_disk(
         free = free_disk_nbytes(folder)
     except (RuntimeError, OSError) as error:
         refused = str(error)
-    need = needed_nbytes(plan, axes.everyone.size, slots, optimizers)
+    need = needed_nbytes(plan, axes.sizes, slots, optimizers)
     everyone = exchange(axes.everyone, [refused, place, need, free], "check of the offload folder")
     if refused:
         raise RuntimeError(refused)
@@ -57,21 +58,22 @@ def check_disk(
             )
 
 
-def needed_nbytes(plan: Plan, world: int, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> int:
+def needed_nbytes(plan: Plan, sizes: Sizes, slots: Sequence[Slot], optimizers: Sequence[Optimizer]) -> int:
     """What this rank will keep on disk, but for padding."""
-    column = STAGES[plan.stage]
+    table = table_of(plan.stages)
+    cut = {role: math.prod(sizes[axis] for axis in table.cut(role)) for role in ("compute", "grad", "update")}
     assert plan.offload is not None
     count = max((moment_count(each) for each in optimizers), default=0)
     roles = ("compute", "master", "grads", "moments")
     compute, master, grads, moments = (dict(getattr(plan.offload, role)).get("disk", 0.0) for role in roles)
-    total, small = 0.0, small_numel(plan, world)
+    total, small = 0.0, small_numel(plan, math.prod(sizes))
     for slot in slots:
         key = lane_key(slot.param, slot.owners, plan.precision, small)
-        cut = slot.param.numel() / world
-        updated = slot.param.numel() if column.update is Residency.FULL else cut
-        total += 0 if key.stays_whole else compute * cut * key.compute_dtype.itemsize
+        numel = slot.param.numel()
+        updated = numel / cut["update"]
+        total += 0 if key.stays_whole else compute * numel / cut["compute"] * key.compute_dtype.itemsize
         if key.trainable and key.master_dtype is not None:
             total += master * updated * master_itemsize(key.master_dtype, key.compute_dtype)
             total += moments * updated * count * moment_itemsize(plan.moments, key.master_dtype)
-            total += 0 if column.grad_buffer else grads * cut * key.reduce_dtype.itemsize
+            total += 0 if STAGES[plan.stage].grad_buffer else grads * numel / cut["grad"] * key.reduce_dtype.itemsize
     return int(total)

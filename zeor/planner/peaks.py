@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from zeor.memory.pages import PAGE_NBYTES
-from zeor.memory.roles import Residency
 from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.streaming import IN_FLIGHT
 from zeor.planner import rests
@@ -45,19 +44,20 @@ class Model:
     units: Sequence[UnitSpec]
     lanes: Sequence[Sequence[PlannedLane]]  # by unit
     setting: Setting
-    rank: int
+    part: int  # of those that updates are cut into, the one that is counted
     trace: Trace
     buffers_nbytes: int
+    plain: Trace | None = None  # of recompute="auto": where nothing is computed again
 
     @property
     def flat(self) -> list[PlannedLane]:
         return [lane for unit in self.lanes for lane in unit]
 
     def arrays(self) -> list[Array]:
-        return [array for lane in self.flat for array in lane.arrays(self.rank)]
+        return [array for lane in self.flat for array in lane.arrays(self.part)]
 
     def window(self) -> Window:
-        return window_of(self.flat, self.rank)
+        return window_of(self.flat, self.part)
 
 
 # ---- the device
@@ -70,12 +70,24 @@ def device_peak(model: Model) -> int:
     rest += WORKSPACE_NBYTES if model.setting.native else 0
     stepping = rest + window + model.trace.left + all_grads_nbytes(model) + update_nbytes(model.flat)
     stepping = max(stepping, rest + forward_nbytes(model, window))  # updates go on under the next forward
-    computing = rest + computing_nbytes(model)
+    stepping += accumulated_nbytes(model) if model.setting.sums_each else 0
+    computing = rest + computing_nbytes(model) + accumulated_nbytes(model)
     if windows_stay(model):
         computing += window + waiting_grads_nbytes(model)
     elif model.setting.plan.release:
         computing = max(computing, rest + window + computing_nbytes(model, first_update(model) or 0))
     return max(computing, stepping, setup_nbytes(model))
+
+
+def accumulated_nbytes(model: Model) -> int:
+    """Of gradients that are summed over micro-batches, in fp32: whole on every rank inside no_sync (4 bytes for each
+    parameter), slices where each micro-batch is reduced. On top of those of the last one."""
+    if model.setting.accumulation == 1:
+        return 0
+    lanes = [lane for lane in model.flat if lane.key.trainable]
+    sizes = [lane.held("grad") if model.setting.sums_each else lane.layout.numel for lane in lanes]
+    wide = [max(4, lane.key.reduce_dtype.itemsize) for lane in lanes]
+    return sum(rests.device_nbytes(numel * itemsize) for numel, itemsize in zip(sizes, wide))
 
 
 def windows_stay(model: Model) -> bool:
@@ -86,20 +98,20 @@ def windows_stay(model: Model) -> bool:
 
 def resting_nbytes(model: Model) -> int:
     """On the device from step to step: all but gradients that come and go, and windows."""
-    stays = [a for a in model.arrays() if a.tier == "device" and (a.role != "grad" or model.setting.column.grad_buffer)]
+    stays = [a for a in model.arrays() if a.tier == "device" and (a.role != "grad" or model.setting.grad_buffer)]
     return rounded_nbytes(stays) + model.buffers_nbytes
 
 
 def forward_nbytes(model: Model, window: int) -> int:
     """Activations; gradients that updates of units forward has not come to yet still read, see Note [Gradients until
     they are used] in optim/streaming/streaming.py; and windows, until it comes to the last of them."""
-    plan, column = model.setting.plan, model.setting.column
+    plan = model.setting.plan
     if plan.release:  # what backward updated last forward comes to first
         return window
     kept: dict[int, int] = Counter()
     for lane in (lane for lane in model.flat if lane.streamed):
-        here = lane.tiers.grads == "device" and not column.grad_buffer and not plan.delay
-        kept[lane.unit] += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize if here else 0
+        here = lane.tiers.grads == "device" and not model.setting.grad_buffer and not plan.delay
+        kept[lane.unit] += lane.held("grad") * lane.key.reduce_dtype.itemsize if here else 0
     most = 0
     for unit, peak in model.trace.entered:
         kept.pop(unit, None)
@@ -110,23 +122,27 @@ def forward_nbytes(model: Model, window: int) -> int:
 def computing_nbytes(model: Model, begin: int = 0, end: int | None = None) -> int:
     """Activations and gradients at the worst moment of forward and backward, while from `begin` to before `end`
     gradients have arrived."""
-    both = [peak + held for peak, held in zip(model.trace.peaks, grads_by_arrival(model))]
+    grads = grads_by_arrival(model)
+    if model.setting.accumulation > 1 and model.setting.adopts:  # each goes into the sum as it comes
+        sizes = _unit_nbytes(model, of_grads=True)
+        grads = [min(held, sizes[0] + 2 * max(sizes[1:], default=0)) for held in grads]
+    both = [peak + held for peak, held in zip(model.trace.peaks, grads)]
     return max(both[begin:end], default=0)
 
 
 def grads_by_arrival(model: Model) -> list[int]:
     """Bytes of gradients the engine holds on the device when so many have arrived."""
     setting, arrived = model.setting, model.trace.arrived
-    if setting.column.grad_buffer:  # they rest in what is there anyway; in a world of more than one they are sent
+    if setting.grad_buffer:  # they rest in what is there anyway; in a world of more than one they are sent
         return [_receive_nbytes(model)] * (len(arrived) + 1)
     sizes = _grads_of_params(model)
-    leaves = setting.plan.release
+    leaves = setting.plan.release and not spreads(model)
     away = {lane.unit for lane in model.flat if lane.tiers.grads != "device"}
     if not arrived:  # nothing was traced: all that there will be
         return [all_grads_nbytes(model) + (_travelling_nbytes(model) if setting.world > 1 else 0)]
     if setting.world > 1:  # slices that stay, and whole gradients that are being sent; none before the first arrives
         stay = [0 if leaves or sizes[id(param)][0] in away else sizes[id(param)][1] for param in arrived]
-        return [0, *(_travelling_nbytes(model) - (-held // setting.world) for held in accumulate(stay))]
+        return [0, *(_travelling_nbytes(model) - (-held // setting.parts("grad")) for held in accumulate(stay))]
     # A unit's gradients leave when the next unit has all of its own; those that an update beside reads, after that.
     beside = any(lane.streamed for lane in model.flat) and leaves
     lag = 1 + (IN_FLIGHT if beside else 0)
@@ -173,14 +189,21 @@ def _grads_of_params(model: Model) -> dict[int, tuple[int, int]]:
 
 def all_grads_nbytes(model: Model) -> int:
     """When backward is over, where they come and go; of those that leave inside it the last."""
-    if model.setting.column.grad_buffer:
+    if model.setting.grad_buffer:
         return 0
     if model.setting.adopts and model.trace.arrived:
         return grads_by_arrival(model)[-1]
     if model.setting.plan.release:
         grads = _unit_nbytes(model, of_grads=True)
-        return (grads[0] + 2 * max(grads[1:], default=0)) if model.setting.adopts else 0
+        if not model.setting.adopts:  # those that rest on more ranks than one wait for the end of backward
+            return -(-sum(grads) // model.setting.parts("grad")) if spreads(model) else 0
+        return grads[0] + 2 * max(grads[1:], default=0)
     return rounded_nbytes([a for a in model.arrays() if a.role == "grad" and a.tier == "device"])
+
+
+def spreads(model: Model) -> bool:
+    """Sums are gathered after they are reduced, as they are cut along fewer axes than there are."""
+    return any(lane.spreads for lane in model.flat)
 
 
 def _unit_nbytes(model: Model, of_grads: bool) -> list[int]:
@@ -199,10 +222,29 @@ def gathered_nbytes(model: Model) -> int:
 
 
 def _receive_nbytes(model: Model) -> int:
+    """What a reduce has beside the buffer it sends and the sum it leaves. Of two hops the last one of a unit goes on
+    while the next unit's first does, or its last one begins: see Note [Two hops] in step/reduces.py."""
     if model.setting.world == 1:
         return 0
-    largest = max(_unit_nbytes(model, of_grads=True))
-    return largest // model.setting.world if model.setting.native else largest
+    hops = [[_hops_nbytes(lane) for lane in lanes if lane.key.trainable] for lanes in model.lanes]
+    units = [list(map(sum, zip(*lanes))) for lanes in hops if lanes]
+    most: list[int] = [max(hop) for hop in zip(*units)] or [0]
+    found = most[0] if len(most) == 1 else most[1] + max(most)
+    fine = [sum(lane.layout.slice_numel * lane.key.reduce_dtype.itemsize for lane in lanes) for lanes in model.lanes]
+    return found + (max(fine) if spreads(model) and not model.setting.grad_buffer else 0)
+
+
+def _hops_nbytes(lane: PlannedLane) -> list[int]:
+    """By hop: where it receives, the sum on the way that it leaves, and the one it sends. As comm/along.Reduces."""
+    left, sent, found = lane.layout.numel, 0, []
+    hops = list(lane.grid.hops())
+    for hop in hops:
+        part = left // lane.sizes[hop.axis]
+        receives = part if lane.setting.native else left
+        leaves = 0 if lane.setting.native or hop is hops[-1] else part
+        found.append((receives + leaves + sent) * lane.key.reduce_dtype.itemsize)
+        left = sent = part
+    return found
 
 
 def _travelling_nbytes(model: Model) -> int:
@@ -232,12 +274,12 @@ def update_nbytes(lanes: Sequence[PlannedLane]) -> int:
         itemsize = lane.key.master_dtype.itemsize
         if lane.streamed:  # values and gradient of a chunk as wide as the master, moments decoded, the step's own
             decoded = lane.setting.moments if lane.setting.plan.moments != "exact" else 0
-            numel = min(lane.setting.chunk, lane.held(lane.setting.column.update))
+            numel = min(lane.setting.chunk, lane.held("update"))
             chunked = max(chunked, numel * itemsize * (4 + decoded) if not lane.wide else 0)
         else:  # see tiers/master.py
             fetched = lane.beside_itemsize not in (0, itemsize)
             widened = lane.key.reduce_dtype != lane.key.master_dtype
-            by_unit[lane.unit] += lane.held(lane.setting.column.update) * itemsize * (fetched + widened)
+            by_unit[lane.unit] += lane.held("update") * itemsize * (fetched + widened)
     return max([chunked, *by_unit.values()])
 
 
@@ -246,17 +288,17 @@ def setup_nbytes(model: Model) -> int:
     stays = [array for array in model.arrays() if array.role in ("compute", "master", "lagging")]
     held = rounded_nbytes([array for array in stays if array.tier == "device"]) + model.buffers_nbytes
     made = [lane for lane in model.flat if lane.key.master_dtype not in (None, lane.key.compute_dtype)]
-    return held + max((8 * lane.held(lane.setting.column.update) for lane in made), default=0)
+    return held + max((8 * lane.held("update") for lane in made), default=0)
 
 
 def transient_nbytes(model: Model) -> int:
     """What of zeor's own comes and goes: the most of backward and step, as they do not meet.
 
-    Backward: (1 + prefetch) x compute + 2 x gradient + 1 x receive buffer of the largest units + what the root keeps.
+    Backward: (1 + prefetch) x compute + 2 x gradient + what a reduce has of the largest units + what the root keeps.
     The root's compute stays from the beginning of forward to the end of backward, and its gradients arrive until then.
     Where compute rests whole, or the gradient's buffer stays, that term is resident instead. Step: see update_nbytes.
     """
-    travelling = _receive_nbytes(model) if model.setting.column.grad_buffer else _travelling_nbytes(model)
+    travelling = _receive_nbytes(model) if model.setting.grad_buffer else _travelling_nbytes(model)
     backward = gathered_nbytes(model) + (travelling if model.setting.world > 1 else 0)
     return max(backward, update_nbytes(model.flat))
 
@@ -283,7 +325,7 @@ def host_peak(model: Model) -> int:
 def _brought_nbytes(model: Model) -> int:
     """Compute that rests on disk is read into pinned memory, unit by unit."""
     units = [
-        sum(rests.pinned_nbytes(lane.held(Residency.SLICE) * lane.key.compute_dtype.itemsize) for lane in unit
+        sum(rests.pinned_nbytes(lane.held("compute") * lane.key.compute_dtype.itemsize) for lane in unit
             if lane.frees and lane.tiers.compute == "disk")
         for unit in model.lanes
     ]  # fmt: skip

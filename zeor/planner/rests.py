@@ -10,15 +10,16 @@ allocates comes in powers of two; what zeor maps by itself does not (tiers/host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from zeor.layout import Segment
+from zeor.layout import Segment, Span
 from zeor.memory import small
-from zeor.memory.roles import STAGES, Column, Sizes
+from zeor.memory.roles import STAGES, Sizes, table_of
 from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.host import AHEAD, batch_numel
 from zeor.optim.streaming.moments import moment_itemsize
@@ -32,7 +33,7 @@ from zeor.tiers.rest import Tiers
 
 _MIB = 1 << 20
 _GRAIN, _LARGE, _SEGMENT = 512, 10 * _MIB, 2 * _MIB  # of torch's caching allocator
-_EVERY_RANK = 64  # worlds up to this size are counted rank by rank
+_EVERY_PART = 64  # up to so many parts that updates are cut into are counted one by one
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,31 @@ class Setting:
     """What is asked for: the plan, and what it runs on."""
 
     plan: Plan
-    world: int
+    sizes: Sizes
     moments: int  # tensors per parameter
     native: bool  # an accelerator, with NCCL
     one_pass: bool  # the kernel knows the optimizer
     chunk: int = 0  # elements streamed at a time
+    accumulation: int = 1  # micro-batches of a step
+    sums_each: bool = False  # each of them is reduced and added to slices; else they are summed whole, by no_sync
 
     @property
-    def column(self) -> Column:
-        return STAGES[self.plan.stage]
+    def world(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def grad_buffer(self) -> bool:
+        """The buffer of full size that gradients arrive in stays."""
+        return STAGES[self.plan.stage].grad_buffer
 
     @property
     def adopts(self) -> bool:
         """Gradients are kept as autograd made them: see Note [Adopted gradients] in step/grads.py."""
-        return self.world == 1 and not self.column.grad_buffer
+        return self.world == 1 and not self.grad_buffer
+
+    def parts(self, role: str) -> int:
+        """Into how many stretches each lane is cut, of this role."""
+        return math.prod(self.sizes[axis] for axis in table_of(self.plan.stages).cut(role))
 
     def with_chunk(self, numel: int) -> Setting:
         """With as many as optim/streaming/streaming.py takes where a rank keeps masters of so many elements."""
@@ -97,33 +109,35 @@ class PlannedLane(LaneSpec):
         """Of the master, beside compute."""
         return self.master_itemsize(self.wide)
 
-    def segments(self, rank: int) -> tuple[Segment, ...]:
-        return self.layout.whole() if self.updates_whole else tuple(self.layout._segments_of(rank))
+    def segments(self, part: int) -> tuple[Segment, ...]:
+        """Of one of the stretches that updates are cut into: those axes come first in the grid, so it is one piece."""
+        numel = self.held("update")
+        return self.layout.segments_in(Span(part * numel, (part + 1) * numel))
 
     # ---- at rest
 
-    def arrays(self, rank: int) -> Iterator[Array]:
-        key, column, plan = self.key, self.column, self.setting.plan
+    def arrays(self, part: int) -> Iterator[Array]:
+        key, plan = self.key, self.setting.plan
         yield Array("compute", self.tiers.compute if self.frees else "device", (self.compute_nbytes,))
         if plan.delay and self.updates:  # see Note [Delayed] in step/lane.py
-            yield Array("lagging", "device", (self.held(column.update) * key.compute_dtype.itemsize,))
+            yield Array("lagging", "device", (self.held("update") * key.compute_dtype.itemsize,))
         if self.beside_itemsize:
             tier = self.tiers.master if key.trainable else "device"
-            yield Array("master", tier, (self.held(column.update) * self.beside_itemsize,))
+            yield Array("master", tier, (self.held("update") * self.beside_itemsize,))
         if key.trainable:
             yield from self._grad()
         if self.updates:
-            yield from self._moments(rank)
+            yield from self._moments(part)
 
     def _grad(self) -> Iterator[Array]:
-        column, itemsize = self.setting.column, self.key.reduce_dtype.itemsize
-        if column.grad_buffer:
+        itemsize = self.key.reduce_dtype.itemsize
+        if self.setting.grad_buffer:
             yield Array("grad", "device", (self.layout.numel * itemsize,))
         elif not self.setting.plan.release:
-            yield Array("grad", self.tiers.grads, (self.layout.slice_numel * itemsize,))
+            yield Array("grad", self.tiers.grads, (self.held("grad") * itemsize,))
 
-    def _moments(self, rank: int) -> Iterator[Array]:
-        count, plan, segments = self.setting.moments, self.setting.plan, self.segments(rank)
+    def _moments(self, part: int) -> Iterator[Array]:
+        count, plan, segments = self.setting.moments, self.setting.plan, self.segments(part)
         assert self.key.master_dtype is not None
         if not segments or not count:
             return
@@ -148,7 +162,7 @@ class PlannedLane(LaneSpec):
             found.append((self.tiers.master, self.beside_itemsize))
         itemsize = int(moment_itemsize(plan.moments, key.master_dtype))
         found += [(self.tiers.moments, itemsize)] * self.setting.moments
-        if not self.setting.column.grad_buffer and not plan.release:
+        if not self.setting.grad_buffer and not plan.release:
             found.append((self.tiers.grads, key.reduce_dtype.itemsize))
         sizes = [(tier, numel * each) for tier, each in found]
         if plan.moments == "int8":
@@ -157,12 +171,12 @@ class PlannedLane(LaneSpec):
             if tier != "device":
                 yield tier, -(-nbytes // _ALIGNED) * _ALIGNED
 
-    def chunk_numel(self, rank: int) -> int:
+    def chunk_numel(self, part: int) -> int:
         """The largest chunk: of one segment, or of several where one launch does for them."""
         setting = self.setting
         merges = setting.by_pass(self.key) and setting.plan.moments != "int8" and not setting.adopts
         longest = run = end = 0
-        for segment in self.segments(rank):
+        for segment in self.segments(part):
             run = run + segment.numel if merges and segment.offset == end else segment.numel
             end = segment.offset + segment.numel
             longest = max(longest, run)
@@ -176,13 +190,13 @@ class Window(NamedTuple):
     host: int = 0
 
 
-def window_of(lanes: Sequence[PlannedLane], rank: int) -> Window:
+def window_of(lanes: Sequence[PlannedLane], part: int) -> Window:
     """The largest chunk's room, as often as there are windows; or what an update on the host takes."""
     away = [lane for lane in lanes if lane.streamed and any(tier != "device" for tier in lane.tiers)]
     device = staged = 0
     for lane in away:
         if not lane.wide:
-            parts = list(lane.parts(lane.chunk_numel(rank)))
+            parts = list(lane.parts(lane.chunk_numel(part)))
             device = max(device, sum(nbytes for _, nbytes in parts))
             staged = max(staged, sum(nbytes for tier, nbytes in parts if tier == "disk"))
     blocks = [nbytes + _ALIGNED if nbytes else 0 for nbytes in (device, staged)]
@@ -190,7 +204,7 @@ def window_of(lanes: Sequence[PlannedLane], rank: int) -> Window:
     wide = [lane for lane in away if lane.wide]
     if wide:
         itemsize = max(lane.key.master_dtype.itemsize for lane in wide if lane.key.master_dtype is not None)
-        sizes = [(lane.held(lane.setting.column.update), len(lane.segments(rank))) for lane in wide]
+        sizes = [(lane.held("update"), len(lane.segments(part))) for lane in wide]
         slot = batch_numel(lanes[0].setting.chunk, sizes) * itemsize
         slots = (AHEAD + 1) * 2 * slot, (AHEAD + 1) * pinned_nbytes(slot)
         found = Window(found.device + slots[0], found.host + slots[1])
@@ -202,10 +216,10 @@ def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[P
     places = Places(setting.plan, torch.device("cpu"))
     planned = [
         [PlannedLane(**vars(spec), unit=n, tiers=rest.tiers, wide=rest.wide, setting=setting) for spec, rest in lanes]
-        for n, lanes in enumerate(spec_units(units, setting.plan, Sizes(setting.world), places))
+        for n, lanes in enumerate(spec_units(units, setting.plan, setting.sizes, places))
     ]
     mastered = [lane for lanes in planned for lane in lanes if lane.key.master_dtype is not None]
-    setting = setting.with_chunk(sum(lane.held(setting.column.update) for lane in mastered))
+    setting = setting.with_chunk(sum(lane.held("update") for lane in mastered))
     return [[replace(lane, setting=setting) for lane in lanes] for lanes in planned], setting
 
 
@@ -215,16 +229,15 @@ def moved(lane: PlannedLane, tier: str) -> PlannedLane:
     return replace(lane, tiers=lane.tiers._replace(master=master, moments=tier))
 
 
-def fullest_rank(lanes: Sequence[PlannedLane], world: int) -> int:
-    """The rank whose moments take most; of a large world one that has no padding, where there is one."""
-    if world == 1:
-        return 0
-    ranks = range(world) if world <= _EVERY_RANK else (0, 1, world // 2, world - 1)
+def fullest_part(lanes: Sequence[PlannedLane], count: int) -> int:
+    """Of so many parts that updates are cut into, the one whose moments take most; of very many one that has no
+    padding, where there is one."""
+    parts = range(count) if count <= _EVERY_PART else (0, 1, count // 2, count - 1)
 
-    def held(rank: int) -> int:
-        return sum(array.nbytes for lane in lanes if lane.updates for array in lane._moments(rank))
+    def held(part: int) -> int:
+        return sum(array.nbytes for lane in lanes if lane.updates for array in lane._moments(part))
 
-    return max(ranks, key=held)
+    return max(parts, key=held)
 
 
 def rounded_nbytes(arrays: Sequence[Array]) -> int:

@@ -7,6 +7,7 @@ with `logging.getLogger("zeor").setLevel("WARNING")`.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,9 +16,8 @@ from torch.optim import Optimizer
 from zeor.comm.axes import Axes
 from zeor.memory import device as devices
 from zeor.optim.kernels.registry import why_not
-from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.plan import Plan
-from zeor.planner.bytes import predict
+from zeor.planner.bytes import Loop, Source, kind_of, predicted, setting_of
 from zeor.step.unit import Unit
 
 log = logging.getLogger("zeor")
@@ -33,8 +33,10 @@ def show_start(
     make_visible()
     numel = sum(slot.param.numel() for slot in slots)
     frozen = sum(slot.param.numel() for slot in slots if slot.lane.grads is None)
-    where = f"{axes.everyone.size} rank(s), {devices.describe(axes.device)}, {axes.everyone.backend}"
-    log.info("stage %d on %s, torch %s%s", plan.stage, where, torch.__version__, note and f"; {note}")
+    two = axes.across.size > 1
+    stage, shape = (str(plan.stages), f" ({axes.across.size} x {axes.inside.size})") if two else (str(plan.stage), "")
+    where = f"{axes.everyone.size} rank(s){shape}, {devices.describe(axes.device)}, {axes.everyone.backend}"
+    log.info("stage %s on %s, torch %s%s", stage, where, torch.__version__, note and f"; {note}")
     log.info(
         "%s parameters%s in %d units; compute/reduce/master %s",
         f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(units), _dtypes(units),
@@ -73,31 +75,17 @@ def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimize
     """Predicted bytes by role, and by tier where there are several; moments only where the planner knows the
     optimizer."""
     automatic = plan.offload is not None and plan.offload.auto
-    as_planned = ("stage", "precision", "prefetch", "moments", "release", "delay", "kernel", "keep_whole")
-    predicted = predict(
-        model,
-        world=axes.everyone.size,
-        optimizer=_optimizer(optimizers),
-        units=[unit.module for unit in units[1:] if unit.module is not None],
-        native_reduce=axes.everyone.native_reduce and axes.device.type != "cpu",
-        offload=None if automatic else plan.offload,
-        **{name: getattr(plan, name) for name in as_planned},
-    )
-    told = _told({role: getattr(predicted, role) for role in ("compute", "grad", "master", "moments")})
+    native = axes.everyone.native_reduce and axes.device.type != "cpu"
+    counted = replace(plan, offload=None) if automatic else plan
+    source = Source(model, {"units": [unit.module for unit in units[1:] if unit.module is not None]})
+    found = predicted(source.model(setting_of(counted, axes.sizes, kind_of(optimizers), native, Loop()))).prediction
+    told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments")})
     if automatic:
         told += "; master and moments are placed by what is free at the first step"
     elif plan.streams:
-        tiers = {tier: getattr(predicted, tier) for tier in ("device", "host", "disk", "window")}
+        tiers = {tier: getattr(found, tier) for tier in ("device", "host", "disk", "window")}
         told += f"; by tier: {_told(tiers)}"
-    return f"{told}; at most {predicted.transient / 1e6:,.1f} MB more while a step runs"
-
-
-def _optimizer(optimizers: list[Optimizer]) -> str | int:
-    """By name where that says everything, else by what it keeps for each element."""
-    known = [each for each in optimizers if type(each).__name__ in MOMENTS]
-    name = type(known[0]).__name__ if len(known) == 1 else ""
-    most = max(map(moment_count, known), default=0)
-    return name if name and MOMENTS[name] == most else most
+    return f"{told}; at most {found.transient / 1e6:,.1f} MB more while a step runs"
 
 
 def _told(nbytes: dict[str, int]) -> str:

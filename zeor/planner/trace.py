@@ -3,7 +3,8 @@
 `trace()` runs the model as it is, in the dtypes the plan says, and counts memory by storage: what operations make,
 until the last tensor over it is gone. Parameters are not counted, nor their gradients once autograd has handed them
 over: the engine holds those, and peaks.py adds what it holds at that time. So that the two can be put together, peaks
-are kept by how many gradients had arrived. Nothing is allocated.
+are kept by how many gradients had arrived. What is computed is counted by the way (work.py), by the unit whose forward
+it is. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -28,19 +29,23 @@ from zeor.plan import Plan
 from zeor.planner.as_on_device import AsOnDevice, inner_nbytes
 from zeor.planner.computed_again import Again
 from zeor.planner.rests import reused_nbytes
+from zeor.planner.work import Works, cost_of
 from zeor.spec.keys import lane_key
 
 
 @dataclass
 class Trace:
     """`peaks[n]`: the most bytes alive while n gradients had arrived. `arrived`: the parameters, in that order.
-    `entered`: units in the order of forward, each with the most bytes alive from then until the next one's turn."""
+    `entered`: units in the order of forward, each with the most bytes alive from then until the next one's turn.
+    `kept`: (unit, bytes) by call, what a unit's forward has left alive when it is over."""
 
     peaks: list[int] = field(default_factory=lambda: [0])
     arrived: list[nn.Parameter] = field(default_factory=list)
     entered: list[tuple[int, int]] = field(default_factory=list)
     left: int = 0  # alive when backward is over
     sent: list[int] = field(default_factory=list)  # sizes of inputs that recompute="offload" keeps on the host
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    works: Works = field(default_factory=Works)
 
     @property
     def peak(self) -> int:
@@ -53,6 +58,12 @@ class Workload:
 
     inputs: tuple[Any, ...]
     loss: Callable[..., Tensor]
+
+    def of(self, sequences: int) -> Workload:
+        """The first so many of its inputs: tensors are cut along their first dimension."""
+        return Workload(
+            tree_map_only(Tensor, lambda each: each[:sequences] if each.dim() else each, self.inputs), self.loss
+        )
 
     @staticmethod
     def parse(batch: Any, inputs: Any, loss: Any) -> Workload | None:
@@ -92,12 +103,15 @@ def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workloa
         for number, unit in enumerate(units):
             handle = unit.module.register_forward_pre_hook(lambda *_, number=number: counter.enter(number))
             stack.callback(handle.remove)
+            handle = unit.module.register_forward_hook(lambda *_, number=number: counter.leave(number))
+            stack.callback(handle.remove)
         given = work.inputs
         if compute is not None:
             given = tree_map_only(Tensor, lambda each: each.to(compute) if each.is_floating_point() else each, given)
         try:
             loss = work.loss(model, *given)
             _check_loss(loss)
+            counter.turn()
             _backward(loss)
         except NotImplementedError as error:
             raise ValueError(
@@ -175,6 +189,8 @@ class _Counter(TorchDispatchMode):
         self.live, self._found = 0, found
         self._held: dict[int, tuple[Any, int]] = {}
         self._ignored: set[int] = set()
+        self._inside: list[tuple[int, int]] = []  # units whose forward goes on, and what was alive before it
+        self._backward = False
 
     def begin(self, params: dict[nn.Parameter, nn.Parameter], inputs: Any) -> None:
         """`params`: by what stands in for it. From here on."""
@@ -194,10 +210,25 @@ class _Counter(TorchDispatchMode):
         """A unit's forward begins."""
         if not self._found.arrived:
             self._found.entered.append((unit, self.live))
+        if not self._backward:
+            self._inside.append((unit, self.live))
+
+    def leave(self, unit: int) -> None:
+        """It is over, with the result alive."""
+        if not self._backward and self._inside and self._inside[-1][0] == unit:
+            self._found.kept.append((unit, max(0, self.live - self._inside.pop()[1])))
+
+    def turn(self) -> None:
+        """Backward begins."""
+        self._backward = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._take(result)
+        cost = cost_of(func, args, kwargs or {}, result)
+        if cost is not None:
+            works = self._found.works
+            (works.backward if self._backward else works.of(self._inside[-1][0] if self._inside else 0)).add(cost)
         peaks, entered = self._found.peaks, self._found.entered
         now = self.live + inner_nbytes(func, args)
         peaks[-1] = max(peaks[-1], now)

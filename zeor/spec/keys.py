@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeor.memory.float8 import code_dtype
 from zeor.plan import Plan, Precision
 
 
@@ -28,13 +29,18 @@ from zeor.plan import Plan, Precision
 class LaneKey:
     """What parameters must share to lie in one lane. master_dtype None: compute is the exact value and nothing
     updates it. A frozen lane has a master where compute alone would be a rounded value. stays_whole: small parameters,
-    which every rank keeps whole at every stage (keys.py)."""
+    which every rank keeps whole at every stage (keys.py). compute_dtype of 8 bits with a master: codes, which forward
+    reads beside one scale for each parameter (Note [Codes] in memory/float8.py)."""
 
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     master_dtype: torch.dtype | None
     trainable: bool
     stays_whole: bool = False
+
+    @property
+    def coded(self) -> bool:
+        return self.master_dtype is not None and self.compute_dtype.itemsize == 1
 
 
 def small_numel(plan: Plan, world: int) -> int:
@@ -61,4 +67,5 @@ def lane_key(
     if not param.requires_grad:
         return LaneKey(compute, reduce, None if exact == compute else exact, False, stays)
     master = precision.master or torch.promote_types(exact, torch.float32)
-    return LaneKey(compute, reduce, master, True, stays)
+    codes = code_dtype(owners)
+    return LaneKey(codes or compute, reduce, master, True, stays)

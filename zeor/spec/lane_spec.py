@@ -6,13 +6,15 @@ here is decided once. Integers and dtypes only; it knows no tensor and no rank.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Size, nn
 
-from zeor.layout import LaneLayout, lay_out
+from zeor.layout import Grid, LaneLayout, Span, lay_out
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
@@ -30,15 +32,30 @@ class LaneSpec:
     sizes: Sizes
     compute_tier: str = "device"
 
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid.of(self.sizes, self.table.cut("update"))
+
     @property
     def column(self) -> Column:
-        """Along the ranks that it is cut over."""
-        return self.table.shard
+        """Along the innermost axis."""
+        return self.table.inside
 
     def cut(self, role: str) -> bool:
         """Whether some rank holds only a part of this role."""
-        rests = [getattr(column, role) for column in self.table]
-        return any(rest is Residency.SLICE and size > 1 for rest, size in zip(rests, self.sizes))
+        return any(self.sizes[axis] > 1 for axis in self.table.cut(role))
+
+    def span(self, role: str, coords: Sequence[int]) -> Span:
+        """What the rank with these coordinates holds of a role, in elements of the lane; "fine": the least that one
+        rank holds of anything."""
+        cut = self.grid.every if role == "fine" else self.table.cut(role)
+        return self.layout.span(self.grid.stretch(coords, cut))
+
+    def widening(self, role: str, to: str) -> list[int]:
+        """The axes to gather along from what is held of one role ("fine": one fine slice) to what is held of another
+        ("full": everything)."""
+        cut = self.grid.every if role == "fine" else self.table.cut(role)
+        return self.grid.widening(cut, frozenset() if to == "full" else self.table.cut(to))
 
     @property
     def frees(self) -> bool:
@@ -48,25 +65,31 @@ class LaneSpec:
     @property
     def updates_whole(self) -> bool:
         """Every rank updates all of it."""
-        return self.column.update is Residency.FULL
+        return not self.table.cut("update")
 
     @property
     def publishes(self) -> bool:
-        """Its update leaves the other ranks' full parameters stale until slices are gathered."""
-        return not self.frees and self.key.trainable and self.cut("update")
+        """Its update leaves what other ranks keep of compute stale, until it is gathered."""
+        return self.key.trainable and bool(self.widening("update", "compute"))
+
+    @property
+    def spreads(self) -> bool:
+        """A reduce leaves less of the sum than a rank keeps: it is gathered after it."""
+        return bool(self.widening("fine", "grad"))
 
     @property
     def adopts(self) -> bool:
         """Gradients are kept as autograd made them: see Note [Adopted gradients] in grads.py."""
-        return self.sizes.shard == 1 and not self.column.grad_buffer
+        return self.grid.count == 1 and not self.column.grad_buffer
 
-    def held(self, residency: Residency) -> int:
-        """Elements on one rank."""
-        return self.layout.slice_numel if residency is Residency.SLICE else self.layout.numel
+    def held(self, role: str) -> int:
+        """Elements on one rank, of any."""
+        cut = self.table.cut(role)
+        return self.layout.numel // math.prod(self.sizes[axis] for axis in cut)
 
     @property
     def compute_nbytes(self) -> int:
-        return self.held(self.column.compute) * self.key.compute_dtype.itemsize
+        return self.held("compute") * self.key.compute_dtype.itemsize
 
     def master_itemsize(self, wide: bool) -> int:
         """Bytes per element beside compute; `wide`: kept as it is, for an update on the host."""
@@ -80,14 +103,14 @@ class LaneSpec:
 def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, rest: LaneRest | None = None) -> LaneSpec:
     """`rest`: where it rests; None: on the device."""
     tier = "device" if rest is None else rest.tiers.compute
-    return LaneSpec(key, lay_out(shapes, sizes.shard), table_of(plan.stage, key.stays_whole), sizes, tier)
+    return LaneSpec(key, lay_out(shapes, math.prod(sizes)), table_of(plan.stages, key.stays_whole), sizes, tier)
 
 
 def spec_units(
     units: Sequence[UnitSpec], plan: Plan, sizes: Sizes, places: Places
 ) -> list[list[tuple[LaneSpec, LaneRest]]]:
     """The lanes of each unit as the engine will make them, with the places they are given."""
-    small, found = small_numel(plan, sizes.shard), []
+    small, found = small_numel(plan, math.prod(sizes)), []
     for unit in units:
         by_key: dict[LaneKey, list[nn.Parameter]] = defaultdict(list)
         for _, param, owners in unit.params:

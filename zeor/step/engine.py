@@ -35,8 +35,8 @@ from torch.optim import Optimizer
 
 from zeor.comm.axes import Axes
 from zeor.memory.buffers import Ledger
-from zeor.memory.param import classes_of, take_grad
-from zeor.memory.roles import STAGES
+from zeor.memory.param import Coded, classes_of, take_grad
+from zeor.memory.roles import table_of
 from zeor.plan import Plan
 from zeor.spec.keys import LaneKey, lane_key, small_numel
 from zeor.spec.lane_spec import lane_spec
@@ -44,6 +44,7 @@ from zeor.spec.places import Places
 from zeor.step import events
 from zeor.step import order as orders
 from zeor.step.backward import Backward
+from zeor.step.coded import CodedLane, recode
 from zeor.step.events import Announcer
 from zeor.step.extension import Extension, overriding
 from zeor.step.forward import Forward
@@ -55,7 +56,7 @@ from zeor.step.lent import Lent
 from zeor.step.norms import Norms
 from zeor.step.passes import Borrowed, Passes
 from zeor.step.reduces import Reducer
-from zeor.step.schedule import FINISHED_REDUCE, STEP, Schedule
+from zeor.step.schedule import FINISHED_REDUCE, STEP, Action, Schedule
 from zeor.step.stray import StrayReads
 from zeor.step.unfilled import Unfilled
 from zeor.step.unit import Slot, Unit, gather_values
@@ -68,7 +69,7 @@ class Engine:
     def __init__(self, plan: Plan, axes: Axes, plain: bool = False):
         self.plan, self.axes, self.observer = plan, axes, axes.everyone.observer
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
-        self.column = STAGES[plan.stage]
+        self.table = table_of(plan.stages)
         self.ledger = Ledger()
         self.observer.live = self.ledger.live
         self.places = Places(plan, axes.device)
@@ -84,6 +85,7 @@ class Engine:
         )  # fmt: skip
         self.optimizers: list[Optimizer] = []
         self.extensions: list[Extension] = []
+        self._uncoded: dict[Unit, list[Action]] = {}  # updated, and their codes are not made yet; how they publish
 
     # ---- building
 
@@ -109,7 +111,7 @@ class Engine:
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
         rest = self.places.of_lane(name, key, values)
         spec = lane_spec(key, [value.shape for value in values], self.plan, self.axes.sizes, rest)
-        lane = Lane(spec, values, self.axes, self.ledger, rest)
+        lane = (CodedLane if key.coded else Lane)(spec, values, self.axes, self.ledger, rest)
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
@@ -124,7 +126,8 @@ class Engine:
         members, without = list(slots), self.unfilled.slots
         blank = (lambda index: members[index] in without) if any(slot in without for slot in slots) else None
         params = [slot.param for slot in slots]
-        lane.adopt(params, [] if self.plain else [classes_of(slot.kind) for slot in slots], blank)
+        classes = [(Coded, Coded) if lane.coded else classes_of(slot.kind) for slot in slots]
+        lane.adopt(params, [] if self.plain else classes, blank)
 
     def ready(self) -> None:
         """All units are there: plan the step."""
@@ -225,9 +228,24 @@ class Engine:
         trained = [lane for lane in unit.lanes if lane.grads is not None]
         for lane in trained:
             lane.changed()  # a graph made before this step is stale
-        self.passes.do([action for action in self.schedule.at(STEP, unit.index) if action.verb == "publish"])
+        actions = [action for action in self.schedule.at(STEP, unit.index) if action.verb == "publish"]
+        late = {number for number, lane in enumerate(unit.lanes) if lane.coded}
+        self.passes.do([action for action in actions if action.lane not in late])
         for lane in trained:
             lane.leave_under_way()
+        if late:
+            self._uncoded[unit] = [action for action in actions if action.lane in late]
+
+    def publish_codes(self) -> None:
+        """Every unit of a step was updated: see Note [Codes] in memory/float8.py."""
+        waiting, self._uncoded = self._uncoded, {}
+        lanes = [lane for unit in waiting for lane in unit.lanes]
+        recode(lanes)
+        for actions in waiting.values():
+            self.passes.do(actions)
+        for lane in lanes:
+            if lane.coded:
+                lane.leave_under_way()
 
     def check_weights(self, what: str) -> None:
         """RuntimeError where the weights have no values yet, or others stand in their place."""
@@ -270,6 +288,7 @@ class Engine:
                     lane.look()
 
     def _end_step(self) -> None:
+        self.publish_codes()
         for end in self._step_ends:
             end()
         if self.places.store.leaving.held:
@@ -305,6 +324,7 @@ class Engine:
         for unit in self.units:
             if unit.frees:
                 unit.free()
+        recode([lane for unit in self.units for lane in unit.lanes], publishes=True)
         self.passes.forget_gathered()
         self.lent.refill()
 
@@ -336,7 +356,7 @@ class Engine:
     def _divide(self, unit: Unit, lane: Lane) -> None:
         """Put the members of a frozen lane into new lanes: one of those that train now, one of the rest."""
         members = unit.members(lane)
-        values, small = gather_values(lane, members), small_numel(self.plan, self.axes.shard.size)
+        values, small = gather_values(lane, members), small_numel(self.plan, self.axes.everyone.size)
         lane.retire()
         by_key: dict[LaneKey, list[Slot]] = {}
         for slot in members:

@@ -29,12 +29,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zeor.comm import verbs
+from zeor.comm import along, verbs
 from zeor.comm.axes import Axes
 from zeor.comm.observe import Place
 from zeor.layout import Segment
 from zeor.memory.buffers import Ledger, lasting
-from zeor.memory.roles import MOVES, Residency
 from zeor.spec.lane_spec import LaneSpec
 from zeor.step.resting import WHOLE, RestingGrads
 from zeor.tiers.master import Pending
@@ -65,7 +64,7 @@ class Arrival:
         self._layout, self._dtype, self._device, self._ledger = spec.layout, spec.key.reduce_dtype, axes.device, ledger
         self._gaps = list(spec.layout.gaps())
         self._stays = spec.column.grad_buffer
-        self._lends = not self._stays and axes.shard.size > 1  # else it stays, or becomes the sum itself
+        self._lends = not self._stays and axes.everyone.size > 1  # else it stays, or becomes the sum itself
         self.buffer: Tensor | None = None  # where new gradients arrive
         self.partial: Tensor | None = None  # what no_sync has summed so far; fp32 or wider
         self.aside: dict[int, Tensor] = {}  # by parameter, what came while the buffer was being sent
@@ -191,38 +190,37 @@ class Arrival:
 
 
 class Reduction:
-    """What is in flight: the reduce of new gradients, then the gather of a sum that rests FULL."""
+    """What is in flight: the reduce of new gradients, then the gather of a sum of which a rank keeps more."""
 
     def __init__(self, spec: LaneSpec, axes: Axes, ledger: Ledger):
         self._axes, self._ledger, self.dtype = axes, ledger, spec.key.reduce_dtype
-        self._in_place = spec.column.grad_buffer
-        self.move: verbs.Move | None = None
-        self._received: Tensor
-        self.spread: verbs.Move | None = None  # the gather of a sum that rests FULL
+        self._in_place, self._grid = spec.column.grad_buffer, spec.grid
+        self._fine = spec.span("fine", axes.coords)
+        self.move: along.Reduces | None = None
+        self.spread: verbs.Move | along.Gathers | None = None
         self.kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
 
     def keep(self, part: Tensor) -> None:
         self.kept = part
 
     def start(self, buffer: Tensor, factor: float, label: str) -> None:
-        numel = verbs.reduce_receives(self._axes.shard, buffer.numel())
-        self._received = self._ledger.take("receive", numel, self.dtype, self._axes.device)
-        axis, ledger = self._axes.shard, self._ledger
-        own = buffer.view(axis.size, -1)[axis.rank]
+        ledger, own = self._ledger, buffer[self._fine.begin : self._fine.end]
         into = (lambda: own) if self._in_place else lambda: ledger.reuse(own.numel(), own.dtype, own.device)
-        self.move = verbs.reduce(axis, buffer, self._received, factor, label, into)
+        self.move = along.Reduces(self._axes, self._grid, ledger, into)
+        self.move.start(buffer, factor, label)
 
     def arrives_within(self, seconds: float) -> bool:
         return self.move is None or self.move.arrives_within(seconds)
+
+    def advances_within(self, seconds: float) -> bool:
+        """Whether the buffer is read no longer: only sums of it travel, if anything does."""
+        return self.move is None or self.move.advance(seconds)
 
     def arrive(self, earlier: Tensor | None) -> Tensor:
         """The new part, added to the sum that was kept here, or to `earlier`."""
         assert self.move is not None
         new = self.move.wait()
         self.move = None
-        if new.data_ptr() == self._received.data_ptr() and new.device.type == "cpu" and new.numel():
-            new = new.clone()  # its block goes back to the ledger
-        self._ledger.give("receive", self._received)
         before, self.kept = earlier if self.kept is None else self.kept, None
         if before is None:
             return new
@@ -230,9 +228,10 @@ class Reduction:
             return new.add_(before)  # in the kept buffer, where the user may look at it
         return before.to(wide(before.dtype)).add_(new)
 
-    def spread_out(self, total: Tensor, own: Tensor, label: str) -> None:
-        """Not waited for here: another rank may come to it only once this one's backward is over."""
-        self.spread = verbs.gather(self._axes.shard, total, own, label)
+    def spread_out(self, legs: Sequence[along.Leg], total: Tensor, own: Tensor, label: str, begin: int) -> None:
+        """Not waited for here: another rank may come to it only once this one's backward is over. `begin`: which
+        element of the lane `total` begins with."""
+        self.spread = along.start_gather(self._axes, legs, along.parts_of(self._axes, legs, total, begin), own, label)
 
     def settle(self) -> None:
         """The sum is everywhere it rests."""
@@ -245,7 +244,6 @@ class Reduction:
         if self.move is not None:
             self.move.wait()
             self.move = None
-            self._ledger.give("receive", self._received)
         self.kept = None
 
 
@@ -259,11 +257,11 @@ class Sum:
     def __init__(self, spec: LaneSpec, axes: Axes, resting: RestingGrads | None):
         layout, count = spec.layout, len(spec.layout.shapes)
         self._layout, self._dtype, self._axes, self._adopts = layout, spec.key.reduce_dtype, axes, spec.adopts
-        self._whole = spec.column.grad is Residency.FULL
-        self._numel = layout.numel if self._whole else layout.slice_numel
-        self._own = {s.param: s for s in layout.segments(axes.shard.rank)}  # in this rank's slice
-        self._where = {s.param: s for s in layout.whole()} if self._whole else self._own  # in the sum
-        self._first = axes.shard.rank * layout.slice_numel if self._whole else 0  # of this rank's slice, in the sum
+        self.span, fine = spec.span("grad", axes.coords), spec.span("fine", axes.coords)
+        self._numel = self.span.numel
+        self._own = {s.param: s for s in layout.segments_in(fine)}  # in this rank's fine slice
+        self._where = {s.param: s for s in layout.segments_in(self.span)}  # in the sum
+        self._first = fine.begin - self.span.begin  # of this rank's fine slice, in the sum
         self.held: dict[int, Tensor] = {}  # WHOLE: one tensor. By parameter, flat: see Note [Adopted gradients]
         self.resting = resting  # None: never on another tier
         self.has = [False] * count  # the user has a gradient for this parameter
@@ -279,17 +277,21 @@ class Sum:
     # ---- where it is
 
     def put(self, new: Tensor, home: Tensor | None) -> None:
-        """It lies in the kept buffer `home`, or in memory of its own where accumulation made it wider."""
-        self.held[WHOLE] = new
-        if home is None or self._axes.shard.size == 1:
+        """The new sum of this rank's fine slice. It lies in the kept buffer `home`, or in memory of its own where there
+        is none, or accumulation made it wider."""
+        if self._axes.everyone.size == 1 or (home is None and self._numel == new.numel()):
+            self.held[WHOLE] = new
             return
-        if new.dtype != home.dtype:
-            home = torch.empty(self._numel, dtype=new.dtype, device=new.device)
-        first = self._axes.shard.rank * new.numel()
-        own = home if home.numel() == new.numel() else home[first : first + new.numel()]
+        if home is not None and new.dtype == home.dtype:
+            total = home[self.span.begin : self.span.end]
+        else:
+            total = self.held.get(WHOLE, new)
+            if total.numel() != self._numel or total.dtype != new.dtype:
+                total = torch.empty(self._numel, dtype=new.dtype, device=new.device)
+        own = total[self._first : self._first + new.numel()]
         if own.data_ptr() != new.data_ptr():  # else the reduce left it there
             own.copy_(new)
-        self.held[WHOLE] = home if self._whole else own
+        self.held[WHOLE] = total
 
     def take_out(self) -> Tensor:
         """This rank's slice of it, in memory of its own; nothing stays here."""
@@ -476,7 +478,7 @@ class Sum:
                 self.held[param] = flat.to(self._dtype)
                 continue
             if WHOLE not in self.held:
-                self.held[WHOLE] = torch.zeros(self._layout.slice_numel, dtype=self._dtype, device=flat.device)
+                self.held[WHOLE] = torch.zeros(self._numel, dtype=self._dtype, device=flat.device)
             segment = self._own.get(param)
             if segment is not None:
                 self.own(param).copy_(flat[segment.start : segment.start + segment.numel])
@@ -532,8 +534,10 @@ class GradLane:
         away = rest.tiers.grads != "device" and not spec.column.grad_buffer
         self.adopts = spec.adopts  # see Note [Adopted gradients]
         self._stays = spec.column.grad_buffer
-        self._spreads = "gather" in MOVES[Residency.PARTIAL, spec.column.grad]
         self._axes, self._layout = axes, spec.layout
+        cut = spec.table.cut("grad")
+        self._spreads = along.path(axes, spec.grid, spec.layout, spec.grid.every, cut)
+        self._gathers = along.path(axes, spec.grid, spec.layout, cut)
         self._arrival, self._reduction = Arrival(spec, axes, ledger), Reduction(spec, axes, ledger)
         self._sum = Sum(spec, axes, RestingGrads(rest) if away else None)
         arrival, total = self._arrival, self._sum
@@ -551,6 +555,7 @@ class GradLane:
         self.add_direct, self.fold_direct, self.unfold_direct = total.add_direct, total.fold_direct, total.unfold_direct
         self.expect, self.agree, self.rescale_unreduced = arrival.expect, arrival.agree, arrival.rescale
         self.settle, self.reduced_within = self._reduction.settle, self._reduction.arrives_within
+        self.several_hops = len(list(spec.grid.hops())) > 1
 
     @property
     def state(self) -> State:
@@ -642,13 +647,25 @@ class GradLane:
         """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it, by this label."""
         if self._reduction.move is None:
             return
-        new = self._reduction.arrive(None if self._stays else self._sum.here())
+        earlier = None
+        if not self._stays and self._sum.here() is not None:
+            [earlier] = self._sum.own_parts()
+        new = self._reduction.arrive(earlier)
         if not self._stays:
             self._arrival.give_buffer()
         self._sum.put(new, self._arrival.buffer)
         if self._spreads:
             [own], total = self._sum.own_parts(), self._sum.held[WHOLE]
-            self._reduction.spread_out(total, own, label)
+            self._reduction.spread_out(self._spreads, total, own, label, self._sum.span.begin)
+
+    def advance_reduce(self, seconds: float) -> bool:
+        """Where a reduce goes along several axes: begin the last hop, if those before it end in time. Whether it has
+        begun, or there is none."""
+        if self._reduction.move is None or not self._reduction.advances_within(seconds):
+            return self._reduction.move is None
+        if not self._stays and self.several_hops:
+            self._arrival.give_buffer()
+        return True
 
     def put_away(self) -> None:
         """The sum is complete as far as this backward goes: to the tier it rests on, if that is another."""
@@ -677,9 +694,8 @@ class GradLane:
         if self.adopts:
             return [self._sum.held.get(param) for param in range(len(layout.shapes))]
         assert total is not None
-        if not self._spreads and self._axes.shard.size > 1:
-            full = torch.empty(layout.numel, dtype=total.dtype, device=total.device)
-            total = verbs.gather(self._axes.shard, full, total.contiguous(), "gather of gradients").wait()
+        if self._gathers:
+            total = along.all_of(self._axes, self._gathers, layout, total, "gather of gradients")
         return [total[begin : begin + numel] for begin, numel in zip(layout.offsets, layout.numels)]
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zeor.comm.axes import Axes
 from zeor.memory import param as parameters
-from zeor.memory.roles import Residency
 from zeor.memory.view import Held, View
 from zeor.step import events
 from zeor.step.events import Announcer
@@ -74,6 +73,11 @@ class Handle(Held):
         """The parameter, with its bytes here; RuntimeError where that cannot be."""
         slot, services = self.slot, self._services
         services.unfilled.check_slot(slot)
+        if writes and slot.lane.coded:
+            raise RuntimeError(
+                f"Parameter {self.name!r} rests as 8-bit codes, so only whole values can be written to it (copy_, "
+                f"fill_, a load); {_WRITE_ADVICE}."
+            )
         if not slot.lane.shown:
             # Inside a pass it can be brought: see Note [Stray reads] in stray.py.
             stray = services.stray
@@ -83,13 +87,13 @@ class Handle(Held):
                     f"Parameter {self.name!r} is sharded and its full value is not on this rank; {what}."
                 )
             slot.lane.wait()
-        return slot.param
+        return slot.lane.readable(slot.index)
 
     def get_data(self) -> Tensor:
         """A tensor over the same values that needs no gradient; where they are away, a view that asks when it is
         read."""
         lane, param = self.slot.lane, self.slot.param
-        if not lane.shown and lane.frees:
+        if lane.coded or (not lane.shown and lane.frees):
             return View(param, self, of_grad=False)
         self.read()
         wide = lane.master is not None and lane.master.format == "wide"
@@ -199,7 +203,7 @@ class Handle(Held):
     def read_grad(self) -> Tensor:
         self._services.handed_out.heed()
         grads = self.slot.ready_grads()
-        if self.slot.lane.column.grad is not Residency.FULL and self._services.axes.shard.size > 1:
+        if self.slot.lane.spec.cut("grad"):
             raise RuntimeError(
                 f"The gradient of {self.name!r} is sharded; norms, scaling and clamping work on it, its values "
                 "are read inside `with zeor.full_params(model, grads=True):`."

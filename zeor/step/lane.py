@@ -2,10 +2,14 @@
 
     full    compute dtype, whole lane, what forward reads   FULL; freed between uses where compute rests SLICE
     params  the user's parameters, laid over `full`         Whole while it is here, Away else (memory/param.py)
-    mine    compute dtype, this rank's slice                a part of `full`; where that is freed, memory of its own
+    mine    compute dtype, what this rank keeps of it       a part of `full`; where that is freed, memory of its own
                                                             on whatever tier it rests
     master  what the optimizer updates (fp32 or wider)      see tiers/master.py; frozen: only where compute rounds
     grads   see grads.py; only where the lane is trainable
+
+Which stretch of the lane each of these is, by axes of ranks, its spec says. What is updated here may be less than
+`mine` (parameters cut inside a node, the update across nodes too): then publishing brings `mine` up to date, and
+gathering spreads it.
 
 Packs the user's parameters at construction. Knows its axes to start gathers with; decides nothing about when.
 
@@ -44,7 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeor.comm import verbs
+from zeor.comm import along, verbs
 from zeor.comm.axes import Axes
 from zeor.comm.observe import Place
 from zeor.layout import Segment
@@ -59,6 +63,8 @@ from zeor.tiers.streams import current_event
 
 
 class Lane:
+    coded = False  # compute is 8-bit codes: see coded.py
+
     def __init__(self, spec: LaneSpec, values: Sequence[Tensor], axes: Axes, ledger: Ledger, rest: LaneRest):
         self.spec, self.key, self.column, self.layout = spec, spec.key, spec.column, spec.layout
         self.axes, self.rest = axes, rest
@@ -70,15 +76,28 @@ class Lane:
         self.master: Master | None = None
         self._lags: Master | None = None  # the master, where compute is one update behind it
         self._behind = False  # an update was begun that forward does not see yet
-        self._move: verbs.Move | Brought | None = None
-        self._sent = verbs.Parts.of(axes.shard, self.full.flat)
+        self._move: verbs.Move | along.Gathers | Brought | None = None
+        self._publishing: verbs.Move | along.Gathers | None = None  # into `mine`, where that is memory of its own
+        self.updated, self.fine = spec.span("update", axes.coords), spec.span("fine", axes.coords)
+        self.kept = spec.span("compute", axes.coords) if self.frees else self.updated  # what `mine` is
+        self._bytes = self.full.flat.view(torch.uint8)  # made once: see verbs.Parts
         self._pack(values, ledger)
+        self._gather_legs = self.legs("compute" if self.frees else "update")
+        self._sent = along.parts_of(axes, self._gather_legs, self.full.flat)
+        self._publish_legs = self.legs("update", "compute") if self.frees else []
+        self._shared = along.parts_of(axes, self._publish_legs, self.mine, self.kept.begin)
         self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
         self.params: list[nn.Parameter] = []
         self._classes: list[tuple[type, type]] = []  # (Whole, Away) of each
         self._versions: list[int] = []  # as the engine left them
         self.shown = True
         self.looked_at = False  # somebody has a tensor over it, as the step under way found it
+
+    def legs(self, role: str, to: str = "full") -> list[along.Leg]:
+        """The gathers from what each rank holds of a role to what it holds of another, or to everything."""
+        spec, grid = self.spec, self.spec.grid
+        cut = grid.every if role == "fine" else spec.table.cut(role)
+        return along.path(self.axes, grid, self.layout, cut, along.WHOLE if to == "full" else spec.table.cut(to))
 
     # ---- parameters
 
@@ -95,8 +114,19 @@ class Lane:
             parameters.lay(param, part)
         self.params, self._classes = list(params), list(classes)
         self.note_versions()
-        self.full.watch(self.params, self.layout.offsets)
+        self.full.watch(self._watched(), self.layout.offsets)
         self._dress(True)
+
+    def _watched(self) -> Sequence[Tensor]:
+        """The tensors over `full` by which the engine knows who else looks at it."""
+        return self.params
+
+    def readable(self, param: int) -> Tensor:
+        """What a read of a parameter sees, once its bytes are here."""
+        return self.params[param]
+
+    def recode(self) -> None:
+        """Compute follows the master where the master alone was changed, on every rank: see coded.py."""
 
     def _dress(self, here: bool) -> None:
         self.shown = here
@@ -141,7 +171,13 @@ class Lane:
     def _take_over(self, written: Sequence[int]) -> None:
         self.note_versions()
         if self.frees:
-            self._carry(written, self.mine)
+            own = self.updated.within(self.kept)
+            self._carry(written, self.mine[own.begin : own.end])
+            if self.updated != self.kept:  # every rank has written the same
+                for segment in self.layout.segments_in(self.kept):
+                    if segment.param in written:
+                        at = slice(segment.offset, segment.offset + segment.numel)
+                        self.mine[at] = self.full.flat[self.kept.begin : self.kept.end][at].to(self.mine.device)
         elif self.master is not None and self.master.format == "wide":
             cast = torch.empty_like(self.master.compute.tensor, device=self.axes.device)
             cast_into(cast, self.master.values if not self.master.away else self._fetched())
@@ -182,11 +218,15 @@ class Lane:
         if self.key.master_dtype not in (None, self.key.compute_dtype):
             flat = torch.empty_like(flat, dtype=self.key.master_dtype)
         self.fill(flat, params)
-        sent = self._sent.whole if flat is self.full.flat else flat
+        sent = self._bytes if flat is self.full.flat else flat
         verbs.broadcast(self.axes.everyone, sent, "broadcast of rank 0's parameters")
         if flat is not self.full.flat:
-            cast_into(self.full.flat, flat)
+            self._cast_whole(flat)
         self._settle(flat, ledger)
+
+    def _cast_whole(self, flat: Tensor) -> None:
+        """Compute of the whole lane from its exact values."""
+        cast_into(self.full.flat, flat)
 
     def _pack_nothing(self, ledger: Ledger) -> None:
         """Zeros at rest. `full` is allocated but never written, so on a host it costs no page."""
@@ -195,24 +235,28 @@ class Lane:
     def _settle(self, flat: Tensor | None, ledger: Ledger) -> None:
         """Slices and the master where they rest, of the whole lane's values (None: zeros) in the master's dtype."""
         if self.frees:
-            self._mine = self.rest.make("compute", self.layout.slice_numel, self.key.compute_dtype, "compute")
+            self._mine = self.rest.make("compute", self.kept.numel, self.key.compute_dtype, "compute")
             if flat is not None:
-                self._mine.tensor.copy_(self.slice_of(self.full.flat))
+                self._mine.tensor.copy_(self.full.flat[self.kept.begin : self.kept.end])
         else:
-            self._mine = Rest(self.slice_of(self.full.flat))
+            self._mine = Rest(self.full.flat[self.kept.begin : self.kept.end])
         self.is_away = self._mine.away  # `mine` rests on another tier, and is fetched to be gathered
         self._here = self._mine.tensor
+        self._written = self._mine  # the part of compute that an update writes
+        if self.updated != self.kept:
+            own = self.updated.within(self.kept)
+            self._written = Rest(self._here[own.begin : own.end])
         if self.key.master_dtype is None:
             return
-        updated = Rest(self.full.flat) if self.updates_whole else self._mine
+        updated = self._written
         if flat is None and self.key.master_dtype != self.key.compute_dtype:
             values = lasting(updated.tensor.numel(), self.key.master_dtype, self.axes.device)
         elif flat is None or flat is self.full.flat:
             values = updated.tensor.to(self.axes.device)
-        elif self.updates_whole or self.axes.shard.size == 1:
+        elif self.updated.numel == self.layout.numel:
             values = flat
         else:
-            values = self.slice_of(flat).clone()
+            values = flat[self.updated.begin : self.updated.end].clone()
         delayed = self.rest.delayed and self.key.trainable
         if delayed:  # see Note [Delayed]
             updated = Rest(torch.empty_like(updated.tensor, device=self.axes.device))
@@ -244,7 +288,7 @@ class Lane:
             return False
         self._arrive()  # a gather of the slice -> new values in it
         self._lags.hold()  # the update -> this copy
-        into = self.full.flat if self.updates_whole else self.mine
+        into = self.mine if self._written is self._mine else self._written.tensor
         into.copy_(self._lags.compute.tensor)
         behind, self._behind = self._behind, False
         return behind
@@ -267,9 +311,10 @@ class Lane:
         begin = self.layout.offsets[param]
         return flat[begin : begin + self.layout.numels[param]]
 
-    def slice_of(self, flat: Tensor) -> Tensor:
-        begin = self.axes.shard.rank * self.layout.slice_numel
-        return flat[begin : begin + self.layout.slice_numel]
+    def fine_of(self, values: Tensor) -> Tensor:
+        """This rank's fine slice of what it updates: no other rank has the same."""
+        own = self.fine.within(self.updated)
+        return values[own.begin : own.end]
 
     @torch.no_grad()
     def store(self, param: int, value: Tensor) -> None:
@@ -282,6 +327,11 @@ class Lane:
         for segment in self.segments:
             if segment.param == param:
                 self._keep(segment.offset, flat[segment.start : segment.start + segment.numel])
+        if self.frees and self.updated != self.kept:
+            for segment in self.layout.segments_in(self.kept):
+                if segment.param == param:
+                    into = self.mine[segment.offset : segment.offset + segment.numel]
+                    cast_into(into, flat[segment.start : segment.start + segment.numel])
         self.catch_up()
         if self.params:
             self.changed([param])
@@ -303,7 +353,7 @@ class Lane:
         if self.master is not None:
             self.master.store(offset, values)
         else:
-            updated = self.full.flat if self.updates_whole else self.mine
+            updated = self.mine if self._written is self._mine else self._written.tensor
             updated[offset : offset + values.numel()].copy_(values)
 
     # ---- gather and free
@@ -311,8 +361,8 @@ class Lane:
     def start_gather(self, label: str) -> None:
         """SLICE -> FULL; where compute rests FULL this is the publishing of updated slices."""
         lent = self.full.lent if self.frees else self.looked_at
-        if self.master is not None and self.master.pending is not None and self._lags is None:
-            self._hold(self.master)  # update of the slice -> this gather
+        self._hold_update()  # of the slice -> this gather
+        self._finish_publishing()
         if self.frees:
             self._check_unwritten()
             self.full.inflate()
@@ -321,9 +371,25 @@ class Lane:
         if self.is_away:
             self._move = Brought(self, label)
         else:
-            self._move = verbs.gather(self.axes.shard, self.full.flat, self.mine, label, self._sent)
+            self._move = along.start_gather(self.axes, self._gather_legs, self._sent, self.mine, label)
+            if self._move is None:
+                self._move = verbs.gather(self.axes.over(along.WHOLE), self.full.flat, self.mine, label)
         if lent:
             self._arrive()  # somebody may read it at any time: the gather -> the reader
+
+    def start_publish(self, label: str) -> None:
+        """What was updated here, to all who keep it as compute."""
+        if not self.frees:
+            self.start_gather(label)
+            return
+        self._finish_publishing()
+        self._hold_update()
+        self._publishing = along.start_gather(self.axes, self._publish_legs, self._shared, self._written.tensor, label)
+
+    def _finish_publishing(self) -> None:
+        if self._publishing is not None:
+            self._publishing.wait()
+            self._publishing = None
 
     def wait(self) -> None:
         """Its parameters may be read, if its bytes are here or on their way."""
@@ -333,12 +399,16 @@ class Lane:
 
     def settle(self) -> None:
         """Nothing is under way, as far as the computation sees."""
-        if self.master is not None and self.master.pending is not None and self._lags is None:
-            self._hold(self.master)  # update of compute -> whoever reads it
+        self._hold_update()  # of compute -> whoever reads it
+        self._finish_publishing()
         self._arrive()
 
+    def _hold_update(self) -> None:
+        """The computation waits for an update under way, if compute follows it at once."""
+        if self.master is not None and self.master.pending is not None and self._lags is None:
+            self._hold(self.master)
+
     def _hold(self, master: Master) -> None:
-        """The computation waits for an update under way."""
         observer = self.axes.everyone.observer
         waited = observer.waits("update", self.place.update) if observer.on else None
         master.hold()
@@ -408,7 +478,7 @@ class Lane:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """What this rank's optimizer works on."""
-        return self.layout.whole() if self.updates_whole else self.layout.segments(self.axes.shard.rank)
+        return self.layout.segments_in(self.updated)
 
     def master_part(self, segment: Segment) -> Tensor:
         """One segment of the master; with the parameter's own shape where it is the whole parameter."""
@@ -428,19 +498,22 @@ class Lane:
         self.settle()
         self.keep_writes()
         if self.master is None:
-            own, whole = self.mine.to(self.axes.device), None if self.frees else self.full.flat
+            flat = self.gather_compute()
         else:
             self.master.fetch()
-            own = self.master.values
-            whole = own if self.updates_whole or self.axes.shard.size == 1 else None
-        if whole is None:
-            flat = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
-            verbs.gather(self.axes.shard, flat, own, "gather of full parameters").wait()
-        else:
-            flat = whole.clone()
-        if self.master is not None:
+            flat = self.all_of(self.master.values, "update", "gather of full parameters")
             self.master.spill()
         return flat
+
+    def gather_compute(self) -> Tensor:
+        """The whole lane of what forward reads, in memory of its own; a collective where it is freed."""
+        if not self.frees:
+            return self.full.flat.clone()
+        return self.all_of(self.mine.to(self.axes.device), "compute", "gather of full parameters")
+
+    def all_of(self, mine: Tensor, role: str, label: str) -> Tensor:
+        """The whole lane of what each rank holds as it holds this role, in memory of its own."""
+        return along.all_of(self.axes, self.legs(role), self.layout, mine, label)
 
     # ---- gradients
 
@@ -472,7 +545,7 @@ class Brought:
             self._source = torch.empty_like(lane.mine, pin_memory=lane.axes.device.type != "cpu")
             self._read = file.read_async(0, self._source.numel(), self._source)
         current_event(lane.axes.device).hold(self._stream)  # earlier use of the buffer's memory -> this copy
-        if self._read is None or lane.axes.shard.size > 1:  # gathers must start in the order they are asked for
+        if self._read is None or lane.axes.everyone.size > 1:  # gathers must start in the order they are asked for
             self._finish_read()
             self._copy()
 
@@ -484,14 +557,15 @@ class Brought:
     def _copy(self) -> None:
         lane = self._lane
         with self._stream():
-            own = lane.slice_of(lane.full.flat)
+            own = lane.full.flat[lane.kept.begin : lane.kept.end]
             own.copy_(self._source, non_blocking=True)
-            self._gather = verbs.gather(lane.axes.shard, lane.full.flat, own, self._label, lane._sent)
+            self._gather = along.start_gather(lane.axes, lane._gather_legs, lane._sent, own, self._label)
             self._copied = self._stream.record_event()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> None:
         if self._read is not None:
             self._finish_read()
             self._copy()
         self._copied.hold()  # copy -> whoever reads the parameters
-        return self._gather.wait()
+        if self._gather is not None:
+            self._gather.wait()

@@ -122,7 +122,7 @@ class Gathers:
     @staticmethod
     def _begin_gather(observer: Observer, lane: Lane) -> list[Record]:
         """The last begun first."""
-        rest, slice_nbytes = lane.rest, lane.layout.slice_numel * lane.key.compute_dtype.itemsize
+        rest, slice_nbytes = lane.rest, lane.kept.numel * lane.key.compute_dtype.itemsize
         fetched = []
         if lane.is_away:
             fetched = [observer.begin("fetch", lane.place, slice_nbytes, rest.tiers.compute, rest.store.fetches)]
@@ -228,7 +228,7 @@ class Passes:
         record = observer.begin("spill", lane.place, 0, rest.tiers.grads, rest.store.spills) if observer.on else None
         lane.grads.put_away()
         if record is not None and lane.grads.resting:
-            record.nbytes = lane.layout.slice_numel * lane.grads.dtype.itemsize
+            record.nbytes = lane.spec.held("grad") * lane.grads.dtype.itemsize
             observer.end(record)
         elif record is not None:
             observer.cancel(record)  # release has used it up
@@ -237,7 +237,7 @@ class Passes:
         lane = unit.lanes[number]
         observer = self.observer
         record = observer.begin("publish", lane.place, lane.full.nbytes) if observer.on else None
-        lane.start_gather(lane.place.publish)
+        lane.start_publish(lane.place.publish)
         if record is not None:
             observer.end(record)
         if not self.plan.overlap:

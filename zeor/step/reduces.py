@@ -12,6 +12,12 @@ could then wait for each other: one for a reduce that the other will come to onl
 that one for a gather of the first, or for it to end. So where this step's forwards are known to have differed
 nothing is waited for until backward ends, and otherwise (a loss may skip a branch on one rank) the host waits
 only so long. Both cost memory, never a bit of the result.
+
+Note [Two hops]
+~~~~~~~~~~~~~~~
+Where ranks stand on two axes a reduce goes inside first, then across. When the next unit is ready the one before it has
+been summed inside, as a rule, and begins to travel across, while the unit before that one is finished. So the slow link
+has as long as a unit's backward takes, and one more sum of a part of a unit is alive.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ class Reducer:
     def __init__(self, axes: Axes, units: list[Unit], overlap: bool, put_away: Callable[[Unit], None]):
         self._axes, self._units, self._overlap = axes, units, overlap
         self._observer, self._put_away = axes.everyone.observer, put_away
+        self._hops = sum(size > 1 for size in axes.sizes)
         self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
         self._under_way: list[Unit] = []
         self.extend(())
@@ -92,7 +99,7 @@ class Reducer:
 
     def _issue(self, unit: Unit, left: bool = False) -> None:
         """`left`: something is left on some rank, in whatever lane."""
-        self._finish_earlier()
+        self._finish_earlier(but=1 if self._hops > 1 and not self._waits else 0)
         observer = self._observer
         for lane in unit.lanes:
             if lane.grads is not None and (left or any(lane.grads.trains)):
@@ -105,10 +112,18 @@ class Reducer:
         if not self._overlap:
             self._finish_earlier()
 
-    def _finish_earlier(self) -> None:
-        """Finish what is under way, as far as it may be waited for: see Note [Patience]."""
-        while self._under_way and (self._waits or self._in_time(self._under_way[0])):
+    def _finish_earlier(self, but: int = 0) -> None:
+        """Finish what is under way, as far as it may be waited for: see Note [Patience]. The last `but` units go on to
+        their last hop instead: see Note [Two hops]."""
+        for unit in self._under_way if but else ():
+            if not self._advances(unit):
+                return
+        while len(self._under_way) > but and (self._waits or self._in_time(self._under_way[0])):
             self._finish(self._under_way[0])
+
+    def _advances(self, unit: Unit) -> bool:
+        lanes = [lane.grads for lane in unit.lanes if lane.grads is not None]
+        return all(grads.advance_reduce(self._patience_left) for grads in lanes)
 
     def _in_time(self, unit: Unit) -> bool:
         moves = [lane.grads for lane in unit.lanes if lane.grads is not None]

@@ -22,6 +22,8 @@ Hooks take autograd's own check of versions off; it is done here, with the same 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -104,3 +106,13 @@ def begin() -> bool:
 
 def end() -> None:
     _pop()
+
+
+@contextmanager
+def on_top() -> Iterator[None]:
+    """Inside, ours see what is saved, whoever's hooks are there."""
+    _push(_pack, _unpack)
+    try:
+        yield
+    finally:
+        _pop()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from zeor.memory.roles import Residency
 from zeor.plan import Plan
 from zeor.spec.lane_spec import LaneSpec
 from zeor.tiers.rest import LaneRest
@@ -98,7 +97,7 @@ def _lane_traits(spec: LaneSpec, rest: LaneRest) -> LaneTraits:
         spec.publishes,
         fetched,
         spills,
-        spreads=spec.column.grad is Residency.FULL and spec.sizes.shard > 1,
+        spreads=spec.spreads,
         streams=rest.tiers.away,
         update=_update_verbs(spec, rest, fetched, spills),
     )

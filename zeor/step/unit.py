@@ -10,10 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from zeor.comm import verbs
 from zeor.comm.observe import Place
 from zeor.memory import param as parameters
 from zeor.memory.view import Held
@@ -167,18 +165,9 @@ def gather_values(lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
     """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
     lane.settle()
     lane.keep_writes()
-    axis = lane.axes.shard
-    source = lane.mine.to(axis.device)
-    whole = lane.full.flat if not lane.frees else None
     if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
         # Compute is only a cast of what the user gave: the master is exact.
-        lane.master.fetch()
-        source = lane.master.values
-        whole = source if lane.updates_whole or axis.size == 1 else None
-    if whole is None:
-        whole = torch.empty(lane.layout.numel, dtype=source.dtype, device=source.device)
-        verbs.gather(axis, whole, source, "gather of full parameters").wait()
-    values = {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
-    if lane.master is not None:
-        lane.master.spill()
-    return values
+        whole = lane.gather_master()
+    else:
+        whole = lane.full.flat if not lane.frees else lane.gather_compute()
+    return {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}

@@ -1,10 +1,12 @@
 """The master: the values an optimizer updates, for this rank's part of one lane.
 
-Three ways to keep it, chosen by dtypes and by who updates it, all of them exact:
+Four ways to keep it, chosen by dtypes and by who updates it, all of them exact:
 
     compute   compute is as wide as the master: they are one memory
     split     compute is bf16, master fp32: only a 16-bit remainder is kept beside compute
     wide      anything else (fp16 compute, an update on the host): memory of its own; compute is a cast of it
+    coded     compute is 8-bit codes, which the lane makes when all ranks' updates are done (step/coded.py): memory of
+              its own, and compute is left alone
 
 `fetch()` makes `values` readable and writable on the device; `spill()` lets compute follow and gives back what needs
 not stay. Between the two, and only then, tensors made by `part()` may be used. Where anything of it rests on another
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zeor.memory.buffers import FullBuffer, Ledger
+from zeor.memory.float8 import CODES
 from zeor.memory.formats import cast_into, join_into, split_into
 from zeor.tiers.rest import Rest
 
@@ -55,7 +58,7 @@ class Master:
             kept = home or _beside(values)
             self.remainder = kept(values.numel(), torch.int16, "remainder")
         else:
-            self.format = "wide"
+            self.format = "coded" if compute.dtype in CODES else "wide"
             self.own = Rest(values) if home is None else home(values.numel(), values.dtype, "master")
         if self.away or self.format == "split":
             self._buffer = FullBuffer(values.numel(), values.dtype, values.device, ledger, "master")
@@ -72,7 +75,8 @@ class Master:
         if self.remainder is not None:
             return {"compute": self.compute, "remainder": self.remainder}
         assert self.own is not None
-        return {"master": self.own} if self.format == "compute" else {"compute": self.compute, "master": self.own}
+        alone = self.format in ("compute", "coded")
+        return {"master": self.own} if alone else {"compute": self.compute, "master": self.own}
 
     def move(self, home: Home) -> None:
         """The remainder to another tier. Anything else stays where it was made: segments lie over it."""
@@ -178,7 +182,7 @@ class Master:
 
     def nbytes(self) -> int:
         """Resident bytes beside compute, on whatever tier."""
-        kept = self.remainder if self.remainder is not None else self.own if self.format == "wide" else None
+        kept = self.remainder if self.remainder is not None else None if self.format == "compute" else self.own
         return 0 if kept is None else kept.tensor.untyped_storage().nbytes() if kept.tier == "device" else kept.nbytes
 
 

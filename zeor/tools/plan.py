@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3], help="default: all")
     add("--worlds", type=int, nargs="+", default=[1, 2, 8, 64], metavar="N", help="ranks (default: 1 2 8 64)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="what forward computes in (default: fp32)")
+    add("--precision", choices=("fp32", "bf16", "fp16", "fp8"), help="what forward computes in (default: fp32)")
     known = ", ".join(sorted(MOMENTS))
     add("--optimizer", choices=sorted(MOMENTS), default="AdamW", metavar="NAME",
         help=f"of torch.optim: {known} (default: %(default)s)")  # fmt: skip

@@ -307,7 +307,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("seed", int, "decides the weights, the order of the data and the sample"),
     ):
         add(f"--{name}", type=kind, default=getattr(default, name), help=f"{meaning} (default: %(default)s)")
-    add("--precision", choices=("fp32", "bf16"), default=default.precision,
+    add("--precision", choices=("fp32", "bf16", "fp8"), default=default.precision,
         help="what forward and backward compute in; the master stays fp32 (default: fp32)")  # fmt: skip
     add("--text", type=Path, default=default.text, metavar="FILE",
         help="any file to learn from, read as bytes (default: Moby-Dick, chapters 1 to 48)")  # fmt: skip

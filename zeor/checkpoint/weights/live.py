@@ -33,7 +33,8 @@ class LiveModel:
             announcer.announce(events.OTHER, what)
 
     def publish(self, unit: Unit, lane: Lane) -> None:
-        """Where compute rests FULL, every rank gets what the others have loaded into their slices."""
-        if lane.axes.shard.size > 1 and not lane.frees and not lane.updates_whole:  # frozen lanes too
-            lane.start_gather(f"gather of unit {unit.name!r} after loading")
+        """Where ranks keep more of compute than they update, each gets what the others have loaded."""
+        lane.recode()
+        if lane.spec.widening("update", "compute"):  # frozen lanes too
+            lane.start_publish(f"gather of unit {unit.name!r} after loading")
             lane.wait()

@@ -178,7 +178,8 @@ def _place(members: Sequence[Owned]) -> tuple[list[int], int]:
 
 def state_from_owner(owned: Owned, state: dict[str, Any]) -> dict[str, Any]:
     """The owner's state of one parameter, on every rank; a collective. `state` counts on the owner alone."""
-    axis, name = owned.slot.lane.axes.shard, owned.slot.name
+    lane, name = owned.slot.lane, owned.slot.name
+    axis = lane.axes.over(lane.spec.table.cut("update"))
     told = _describe(state, name) if axis.rank == owned.owner else None
     everyone = exchange(axis, told, f"exchange about the optimizer's state of {name!r}")
     refused = _first_refusal(everyone[owned.owner])

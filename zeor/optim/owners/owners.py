@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from zeor.comm.axes import Axes, Axis
-from zeor.layout import Segment
-from zeor.memory.roles import Column, Residency
+from zeor.layout import Segment, Span
+from zeor.memory.roles import Table
 from zeor.step.unit import Slot, Unit
 
 
-def updates_are_cut(axes: Axes, column: Column) -> bool:
+def updates_are_cut(axes: Axes, table: Table) -> bool:
     """Whether a rank updates a part of the model only; at stage 0 and in a world of one each updates everything."""
-    return axes.shard.size > 1 and column.update is not Residency.FULL
+    return axes.over(table.cut("update")).size > 1
 
 
 def cost(shape: Sequence[int]) -> int:
@@ -95,17 +95,17 @@ def _without_memory(slot: Slot) -> Tensor:
 class Owners:
     """The parameters of one optimizer that are computed whole, by the user's parameter, and in rounds."""
 
-    def __init__(self, axes: Axes, column: Column, units: Sequence[Unit]):
+    def __init__(self, axes: Axes, table: Table, units: Sequence[Unit]):
         self._units = units
         self.owned: dict[int, Owned] = {}  # by the id of the user's parameter
         self.rounds: list[list[Owned]] = []
-        self._axes, self.cut = axes, updates_are_cut(axes, column)
+        self._axes, self._along, self.cut = axes, table.cut("update"), updates_are_cut(axes, table)
         self.loads = [0] * self.axis.size  # cost by rank: what is balanced
 
     @property
     def axis(self) -> Axis:
-        """The ranks that share the work."""
-        return self._axes.shard if self.cut else self._axes.replicate
+        """The ranks that share the work; where every rank updates everything, this one alone."""
+        return self._axes.over(self._along)
 
     def add(self, params: Iterable[Tensor]) -> None:
         """Give these parameters owners; those without a master or without elements need none."""
@@ -137,5 +137,13 @@ class Owners:
         if not self.cut:
             return {0: next(part for part in slot.lane.segments if part.param == param)}
         begin, end = layout.offsets[param], layout.offsets[param] + layout.numels[param]
-        ranks = range(begin // layout.slice_numel, -(-end // layout.slice_numel))
-        return {rank: part for rank in ranks for part in layout.segments(rank) if part.param == param}
+        held = slot.lane.updated.numel
+        found = {}
+        for number in range(begin // held, -(-end // held)):
+            parts = layout.segments_in(Span(number * held, (number + 1) * held))
+            found[self._holder(slot, number)] = next(part for part in parts if part.param == param)
+        return found
+
+    def _holder(self, slot: Slot, number: int) -> int:
+        """The rank of the axis that updates a stretch of a lane."""
+        return self._axes.holder(slot.lane.spec.grid, self._along, number)

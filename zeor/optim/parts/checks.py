@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeor.comm.axes import Axes
 from zeor.memory.param import held_of
-from zeor.memory.roles import Column
+from zeor.memory.roles import Table
 from zeor.optim.owners.owners import updates_are_cut
 from zeor.optim.parts.probe import Kind, probe_groups
 from zeor.optim.parts.segments import check_cuttable
@@ -29,12 +29,12 @@ from zeor.plan import Plan
 from zeor.step.unit import Slot
 
 
-def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, column: Column) -> list[Kind]:
+def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, table: Table) -> list[Kind]:
     """What kind of optimizer it is, by group; ValueError where it cannot work at this stage. Touches nothing."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     kinds, name = probe_groups(optimizer, axes.device, dtype), type(optimizer).__name__
-    cut = updates_are_cut(axes, column)
+    cut = updates_are_cut(axes, table)
     for kind in kinds:
         if kind.failed is not None:
             raise ValueError(

@@ -106,7 +106,7 @@ class Segments:
         state = dict(self.optimizer.state.get(mine, {})) if mine is not None else {}
         resting = self.resting(param).items()
         state.update({name: value.to(self._axes.device, copy=True) for name, value in resting})
-        if slot.lane.grads is None or slot.lane.updates_whole or self._axes.shard.size == 1:
+        if slot.lane.grads is None or not slot.lane.spec.cut("update"):
             return state
         owned = self.owners.owned.get(id(param))
         if owned is not None:
@@ -131,7 +131,7 @@ class Segments:
 
 def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) -> dict[str, Any]:
     """Gather a parameter's element-wise state; ranks without a part learn the rest from those with one."""
-    axis = slot.lane.axes.shard
+    axis = slot.lane.axes.over(slot.lane.spec.table.cut("update"))
     numel = segment.numel if segment else 0
     described: dict[str, Any] = {}
     refused = ""
@@ -190,7 +190,7 @@ def _words(value: Any) -> str:
 
 
 def _gather_elements(slot: Slot, everyone: list[Any], mine: Tensor | None, dtype: torch.dtype) -> Tensor:
-    axis = slot.lane.axes.shard
+    axis = slot.lane.axes.over(slot.lane.spec.table.cut("update"))
     longest = max(rank[2] for rank in everyone)
     padded = torch.zeros(longest, dtype=dtype, device=axis.device)
     if mine is not None:

@@ -95,7 +95,7 @@ class Auto:
             own = lane.master.own if lane.master.format == "wide" else None  # of a master beside compute
             found += 0 if own is None or own.away else own.nbytes
             if not self._plan.release and lane.grads.resting is None:
-                found += lane.layout.slice_numel * lane.key.reduce_dtype.itemsize
+                found += lane.spec.held("grad") * lane.key.reduce_dtype.itemsize
         return found
 
     def _ranks_here(self) -> int:

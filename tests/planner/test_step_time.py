@@ -1,0 +1,130 @@
+"""A step's seconds worked out by hand, on machines whose other parts cost nothing; and beside what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeor
+from tests.planner.test_peaks import RESULTS, decoder
+from zeor.planner.machine import MACHINES
+from zeor.planner.step_time import StepTime
+
+FREE = 1e30
+WIDTH, BATCH, UNITS = 64, 32, 4
+NUMEL = WIDTH * WIDTH
+# Only products cost anything: one second each.
+MACHINE = zeor.Machine(
+    "imagined", 1 << 40, products=2.0 * BATCH * NUMEL, products32=2.0 * BATCH * NUMEL, attention=FREE, hbm=FREE,
+    elementwise=FREE, pcie=FREE, launch=0.0, inside=zeor.Link(FREE, 0.0), across=zeor.Link(FREE, 0.0), per_host=4,
+)  # fmt: skip
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def one() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def said(machine: zeor.Machine = MACHINE, unit: Any = one, **options: Any) -> StepTime:
+    with torch.device("meta"):
+        model = nn.Sequential(*[unit() for _ in range(UNITS)])
+    inputs = torch.empty(BATCH, WIDTH, device="meta")
+    found = zeor.predict(model, inputs=inputs, units=[type(model[0])], gpu=machine, **options).time
+    assert found is not None
+    return found
+
+
+def test_products_alone_are_three_of_each_unit_but_the_first_which_has_no_gradient_of_its_input() -> None:
+    found = said()
+    assert found.forward == pytest.approx(UNITS) and found.backward == pytest.approx(2 * UNITS - 1)
+    assert found.seconds == pytest.approx(3 * UNITS - 1)
+    assert found.operations == 3 * UNITS * 2.0 * BATCH * NUMEL
+    assert found.exposed_seconds == pytest.approx(0.0)
+
+
+def test_micro_batches_multiply_what_is_computed() -> None:
+    assert said(accumulation=3).seconds == pytest.approx(3 * said().seconds)
+
+
+def test_recomputing_costs_what_backward_needs_of_each_forward_once_more() -> None:
+    """The first product of each unit: nobody needs the second's result. One product needs nothing but its input."""
+    assert said(unit=Two, recompute=True).seconds == pytest.approx(said(unit=Two).seconds + UNITS)
+    assert said(recompute=True).seconds == pytest.approx(said().seconds)
+
+
+def test_an_update_reads_and_writes_what_it_keeps() -> None:
+    """fp32: compute and two moments in and out, the gradient in: 28 bytes for each element; and the norm twice 4."""
+    bandwidth = float(UNITS * NUMEL)
+    found = said(replace(MACHINE, hbm=bandwidth))
+    assert found.update == pytest.approx(28 + 8)
+    assert said(replace(MACHINE, hbm=bandwidth), clip=False).update == pytest.approx(28)
+    assert said(replace(MACHINE, hbm=bandwidth), clip=False, kernel="stock").update == pytest.approx(3 * 28)
+    assert said(replace(MACHINE, hbm=bandwidth), world=4, clip=False).update == pytest.approx(28 / 4)
+
+
+def test_state_on_the_host_travels_there_and_back() -> None:
+    """Two moments of 4 bytes, as the master is compute itself: the next forward waits for what is fetched. Of four
+    units the first is exposed wholly, and each of the others by what is more than a unit's second."""
+    each = 8 * NUMEL
+    found = said(replace(MACHINE, pcie=each / 3.0), offload="host", clip=False)
+    assert found.exposed["fetch", "host"] == pytest.approx(3.0 + (UNITS - 1) * (3.0 - 1.0), rel=0.02)
+
+
+def test_links_count_by_axis() -> None:
+    """Eight ranks in two hosts, 1 second a unit's gather inside: 4 (W - 1) / W bytes for each element."""
+    unit = 4.0 * NUMEL
+    near, far = zeor.Link(unit * 3 / 4, 0.0), zeor.Link(unit / 2 / 5, 0.0)
+    machine = replace(MACHINE, inside=near, across=far)
+    staged = said(machine, world=8, hierarchy=4, clip=False)
+    keys = {*staged.exposed, *staged.hidden}
+    total = {key: staged.exposed.get(key, 0.0) + staged.hidden.get(key, 0.0) for key in keys}
+    assert total["gather", "gpu"] == pytest.approx(2 * UNITS - 1)  # the last of forward stays for backward
+    assert total["reduce", "gpu"] == pytest.approx(UNITS) and total["reduce", "node"] == pytest.approx(5 * UNITS)
+    assert total["publish", "node"] == pytest.approx(5 * UNITS)
+    plain = said(machine, world=8, stage=3, clip=False)
+    assert plain.seconds > staged.seconds  # 11 passes over the slow link in place of 8
+    both = plain.exposed["gather", "node"] + plain.hidden.get(("gather", "node"), 0.0)
+    assert both == pytest.approx(5 * (2 * UNITS - 1))
+
+
+def test_a_step_that_nobody_can_hide_is_all_of_its_parts() -> None:
+    machine = replace(MACHINE, inside=zeor.Link(4.0 * NUMEL * 3 / 4, 0.0), hides=False)
+    found = said(machine, world=4, clip=False)
+    assert found.exposed["gather", "ranks"] == pytest.approx(2 * UNITS - 1)
+    assert found.exposed["reduce", "ranks"] == pytest.approx(UNITS)
+    assert found.seconds == pytest.approx(3 * UNITS - 1 + 3 * UNITS - 1)
+
+
+def test_time_needs_a_machine_and_a_batch() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    assert zeor.predict(model, gpu="H100").time is None
+    assert zeor.predict(model, inputs=torch.empty(2, 4)).time is None
+    assert "s a step: forward" in str(zeor.predict(model, inputs=torch.empty(2, 4), gpu="H100").time)
+
+
+def test_on_the_h200_a_step_is_within_15_percent_of_what_was_measured() -> None:
+    """One rank: the runs that benchmarks/results holds."""
+    runs = json.loads((RESULTS / "gpu_suite.json").read_text())["runs"]
+    alone = [run for run in runs if run["system"] == "zeor" and run["world"] == 1 and not run["compile"]]
+    assert len(alone) >= 3
+    for run in alone:
+        batch = run["batch"], run["tokens"]
+        model = decoder(run["size"])
+        found = zeor.predict(model, batch=batch, stage=run["stage"], precision="bf16", gpu=MACHINES["H200"]).time
+        assert found is not None
+        said_rate = batch[0] * batch[1] / found.seconds
+        assert said_rate == pytest.approx(run["tokens_per_s"], rel=0.15), (run["size"], run["stage"])

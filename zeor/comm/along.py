@@ -1,0 +1,179 @@
+"""Gathers and reduces along several axes, one after another.
+
+    gather   what a rank holds -> along the outermost axis that divides it -> ... -> everything
+    reduce   everything -> along the innermost axis: the node's sum of a part -> along the next: the sum of all
+
+Each leg is one exact verb (verbs.py) over what the leg before it left. The first is issued at once. A gather's next one
+follows by itself: another rank may need it while this one waits for something else (a join, a meeting). A reduce's next
+one is begun when somebody looks whether the one before it is over: `advance`, or `wait`. Along one axis this is the
+verb itself. This module knows flat tensors, the grid and axes; whose they are it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeor.comm import verbs
+from zeor.comm.axes import Axes
+from zeor.layout import Cut, Grid, LaneLayout, Span
+from zeor.layout.grid import Hop
+from zeor.memory.buffers import Ledger
+
+WHOLE: Cut = frozenset()
+
+
+class Leg(NamedTuple):
+    """One gather of a path: every rank of the axis has `source`, and gets `target`."""
+
+    axis: int  # by number: other groups may take its place
+    source: Span
+    target: Span
+
+
+def path(axes: Axes, grid: Grid, layout: LaneLayout, cut: Cut, to: Cut = WHOLE) -> list[Leg]:
+    """From what is cut along some axes to what is cut along fewer."""
+    legs: list[Leg] = []
+    source = layout.span(grid.stretch(axes.coords, cut))
+    for number in grid.widening(cut, to):
+        cut = cut - {number}
+        target = layout.span(grid.stretch(axes.coords, cut))
+        legs.append(Leg(number, source, target))
+        source = target
+    return legs
+
+
+def parts_of(axes: Axes, legs: Sequence[Leg], flat: Tensor, begin: int = 0) -> list[verbs.Parts]:
+    """What the legs hand to the backend, of a tensor that begins with this element of the lane."""
+    spans = [(axes.each[leg.axis], leg.target.begin - begin, leg.target.end - begin) for leg in legs]
+    return [verbs.Parts.of(axis, flat[first:last]) for axis, first, last in spans]
+
+
+class Gathers:
+    """Gathers one after another into one tensor, each begun when the one before it is over. As a verbs.Move."""
+
+    def __init__(self, axes: Axes, legs: Sequence[Leg], parts: Sequence[verbs.Parts], mine: Tensor, label: str):
+        (first, brought), *later = zip(legs, parts)
+        move = verbs.gather(axes.each[first.axis], brought.whole, mine, label, brought)
+        self._last: Callable[[], verbs.Move] = lambda: move  # waits until it has begun
+        for leg, whole in later:
+            source, brought = brought.whole, whole
+            self._last = verbs.gather_after(self._last, axes.each[leg.axis], whole.whole, source, label, whole)
+
+    def wait(self) -> Tensor:
+        return self._last().wait()
+
+
+def start_gather(
+    axes: Axes, legs: Sequence[Leg], parts: Sequence[verbs.Parts], mine: Tensor, label: str
+) -> verbs.Move | Gathers | None:
+    """None: there is nothing to gather, as this rank has it all."""
+    if not legs:
+        return None
+    if len(legs) == 1:
+        return verbs.gather(axes.each[legs[0].axis], parts[0].whole, mine, label, parts[0])
+    return Gathers(axes, legs, parts, mine, label)
+
+
+def gather_into(axes: Axes, legs: Sequence[Leg], flat: Tensor, label: str, begin: int = 0) -> Tensor:
+    """At once; `flat` holds what the first leg starts from, at its place, and begins with this element of the lane."""
+    for leg in legs:
+        source = flat[leg.source.begin - begin : leg.source.end - begin]
+        target = flat[leg.target.begin - begin : leg.target.end - begin]
+        verbs.gather(axes.each[leg.axis], target, source, label).wait()
+    return flat
+
+
+class Reduces:
+    """PARTIAL -> this rank's fine slice. `into` gives the memory for the last sum, as in verbs.reduce. Buffers for what
+    is received, and for sums on the way, are the ledger's."""
+
+    def __init__(self, axes: Axes, grid: Grid, ledger: Ledger, into: Callable[[], Tensor]):
+        self._axes, self._ledger, self._into = axes, ledger, into
+        self._left: list[Hop] = list(grid.hops())
+        self._taken: list[tuple[str, Tensor]] = []  # in use by what is under way
+        self._moves: list[verbs.Move]
+
+    def start(self, full: Tensor, factor: float, label: str) -> None:
+        self._factor, self._label = factor, label
+        self._begin(full)
+
+    def _begin(self, full: Tensor) -> None:
+        """One hop over `full`, block by block; the factor belongs to the last."""
+        hop = self._left.pop(0) if self._left else None
+        axis, blocks = (self._axes.over(WHOLE), 1) if hop is None else (self._axes.each[hop.axis], hop.blocks)
+        numel = full.numel() // blocks
+        received = self._take("receive", blocks * verbs.reduce_receives(axis, numel), full)
+        factor, into = (1.0, None) if self._left else (self._factor, self._into)
+        native = axis.native_reduce and axis.size > 1
+        if into is None and not native:
+            sums = self._take("partial sum", full.numel() // axis.size, full)
+            into = lambda: sums
+        self._moves = []
+        if blocks == 1:
+            self._moves.append(verbs.reduce(axis, full, received, factor, self._label, into))
+            self._found: Callable[[], Tensor] = self._moves[0].wait
+            return
+        pieces, out = received.view(blocks, -1), None if into is None else into().view(blocks, -1)
+        for number, (part, piece) in enumerate(zip(full.view(blocks, -1), pieces)):
+            one = None if out is None else (lambda row=out[number]: row)
+            self._moves.append(verbs.reduce(axis, part, piece, factor, self._label, one))
+        self._found = lambda: received if native or out is None else out.view(-1)
+
+    def _take(self, kind: str, numel: int, like: Tensor) -> Tensor:
+        taken = self._ledger.take(kind, numel, like.dtype, like.device)
+        self._taken.append((kind, taken))
+        return taken
+
+    @property
+    def on_last_hop(self) -> bool:
+        return not self._left
+
+    def advance(self, seconds: float) -> bool:
+        """Begin the last hop, where those before it end within so many seconds. Whether it has begun."""
+        while self._left:
+            if not all(move.arrives_within(seconds) for move in self._moves):
+                return False
+            self._next()
+        return True
+
+    def _next(self) -> None:
+        for move in self._moves:
+            move.wait()
+        found, before = self._found(), self._taken
+        self._taken = [(kind, taken) for kind, taken in before if taken.data_ptr() == found.data_ptr()]
+        self._give([each for each in before if each[1].data_ptr() != found.data_ptr()])
+        self._begin(found)
+
+    def arrives_within(self, seconds: float) -> bool:
+        return self.advance(seconds) and all(move.arrives_within(seconds) for move in self._moves)
+
+    def wait(self) -> Tensor:
+        """The sum. In memory that `into` gave, in `full` itself where this rank is alone, or new."""
+        while self._left:
+            self._next()
+        for move in self._moves:
+            move.wait()
+        found = self._found()
+        mine = any(taken.data_ptr() == found.data_ptr() for _, taken in self._taken)
+        if mine and found.device.type == "cpu" and found.numel():
+            found = found.clone()  # its block goes back to the ledger
+        self._give(self._taken)
+        self._taken = []
+        return found
+
+    def _give(self, taken: Sequence[tuple[str, Tensor]]) -> None:
+        for kind, each in taken:
+            self._ledger.give(kind, each)
+
+
+def all_of(axes: Axes, legs: Sequence[Leg], layout: LaneLayout, mine: Tensor, label: str) -> Tensor:
+    """Everything, in memory of its own, from what each rank holds."""
+    flat = torch.empty(layout.numel, dtype=mine.dtype, device=axes.device)
+    if not legs:
+        return flat.copy_(mine)
+    flat[legs[0].source.begin : legs[0].source.end].copy_(mine)
+    return gather_into(axes, legs, flat, label)

@@ -1,0 +1,66 @@
+"""How ranks that are not here stand on axes: from what `zeor.predict` is told (`world=`, `hierarchy=`, `stage=`).
+
+    world=16                            one axis
+    world={"node": 2, "gpu": 8}         two, as a DeviceMesh of these names: the last one holds neighbours
+    world=16, hierarchy=8               the same two; stage=3 then means {"gpu": 3, "node": 1}, as for zeor.shard
+
+No rank is asked anything; what real ranks are told is read in comm/meshes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from zeor.comm.meshes import GPU, NODE, stages_of
+from zeor.memory.roles import Sizes
+
+ONE = ("ranks",)
+
+
+class Shape(NamedTuple):
+    """As a mesh: `mesh_dim_names` are the names of its axes, outermost first."""
+
+    sizes: Sizes
+    mesh_dim_names: tuple[str, ...] = ONE
+
+    @property
+    def world(self) -> int:
+        return self.sizes.inside * self.sizes.across
+
+    def __str__(self) -> str:
+        if self.mesh_dim_names == ONE:
+            return f"{self.world} rank{'s' if self.world > 1 else ''}"
+        told = dict(zip(reversed(self.mesh_dim_names), self.sizes))
+        return " x ".join(f"{size} {name}" for name, size in reversed(told.items()))
+
+    @staticmethod
+    def parse(world: Any, hierarchy: int | None = None) -> Shape:
+        if isinstance(world, Shape):
+            return world
+        if isinstance(world, Mapping):
+            if hierarchy is not None:
+                raise ValueError(f"world={dict(world)!r} names the axes already; leave out hierarchy=.")
+            if not 1 <= len(world) <= 2:
+                raise ValueError(f"world={dict(world)!r}: {len(world)} axes; give one or two, the inner one last.")
+            counts = [_count(f"world[{name!r}]", size) for name, size in world.items()]
+            return Shape(Sizes(*reversed(counts)), tuple(map(str, world)))
+        count = _count("world", world)
+        if hierarchy is None:
+            return Shape(Sizes(count))
+        inside = _count("hierarchy", hierarchy)
+        if count % inside:
+            raise ValueError(f"hierarchy={inside} ranks per node do not divide the {count} ranks there are.")
+        hosts = count // inside
+        return Shape(Sizes(inside, hosts), (NODE, GPU)) if hosts > 1 and inside > 1 else Shape(Sizes(count))
+
+    def stages(self, stage: Any, hierarchy: int | None = None) -> dict[str, Any]:
+        """Of the plan: `stage` and `across`, as shard() would read them on such ranks."""
+        inside, across = stages_of(stage, self if self.mesh_dim_names != ONE else None, hierarchy)
+        return {"stage": inside, "across": across}
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}; give how many ranks there are: 1, 2, 3, ...")
+    return value
