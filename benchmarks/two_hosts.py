@@ -1,0 +1,209 @@
+"""Training over a slow link: seconds and bytes of a step on two hosts made of network namespaces, systems one by one.
+
+Each host has `--per-host` ranks and its half of this machine's cores. A system gets a pair of namespaces of its own,
+warms up, and is timed over whole steps between two barriers, with the interface's own counter beside the clock. What a
+link-bound step takes at least is the larger of its computation (the system `compute`) and its bytes over the link.
+
+    python -m benchmarks.two_hosts --out benchmarks/results/two_hosts_100mbit.json
+    python -m benchmarks.two_hosts --rate 1gbit --systems "ddp,zeor2,zeor2 precision=bf16" --steps 4
+    python -m benchmarks.two_hosts --systems zeor2 --before ../before       # zeor of another checkout beside
+
+A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `fsdp2 bf16`, or any zeorN followed by
+arguments of zeor.shard, such as `zeor2 precision=bf16`. Needs root and iproute2; the same file is the worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# So that `python benchmarks/two_hosts.py` finds benchmarks and zeor, as `python -m` does.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import netns
+from benchmarks.measure import command_line, describe_machine, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+BEFORE = " before"  # ends the name of a system that runs from another checkout
+SYSTEMS = "compute,ddp,zeor2,zeor1,zeor3,ddp bf16,zeor2 precision=bf16,fsdp2"
+
+
+# The worker: one rank
+
+
+def prepare(system: str, model: Any) -> Any:
+    """The model and AdamW in the hands of a system; see the module's docstring for names."""
+    import importlib
+
+    import torch
+
+    from benchmarks import cpu_systems
+
+    name, *settings = system.split()
+    arguments = cpu_systems.adamw_arguments("fused")
+    if name.startswith("zeor"):
+        chosen: dict[str, Any] = {"stage": int(name[4:]), "precision": "fp32"}
+        chosen |= {key: _value(text) for key, text in (setting.split("=", 1) for setting in settings)}
+        optimizer = torch.optim.AdamW(model.parameters(), **arguments)
+        return cpu_systems.Trained(*importlib.import_module("zeor").shard(model, optimizer, **chosen))
+    if system == "ddp bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        trained = cpu_systems.prepare("ddp", model)
+        # By a name of ours: DDP refuses this hook over Gloo by its name, and it runs there all the same.
+        trained.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        return trained
+    if system == "fsdp2 bf16":
+        return _fsdp2_bf16(model, arguments)
+    if settings:
+        raise ValueError(f"unknown system {system!r}")
+    return cpu_systems.prepare(name, model)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _fsdp2_bf16(model: Any, arguments: dict[str, Any]) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from benchmarks import cpu_systems
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy)
+    return cpu_systems.Trained(model, torch.optim.AdamW(model.parameters(), **arguments))
+
+
+def work(options: argparse.Namespace) -> None:
+    """Train, and write what the steps took on this rank."""
+    if options.tree:
+        sys.path.insert(0, options.tree)
+    import torch.distributed as dist
+
+    from benchmarks import cpu_systems
+    from benchmarks.decoder import SIZES, build, loss_of, random_batch
+
+    cores = sorted(os.sched_getaffinity(0))
+    half, node = max(1, len(cores) // 2), int(os.environ["GROUP_RANK"])
+    os.sched_setaffinity(0, cores[node * half : (node + 1) * half] or cores)
+    import torch
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    (system,), rank, shape = options.systems, dist.get_rank(), SIZES[options.size]
+    source = torch.Generator().manual_seed(1_000 + rank)
+    batches = [random_batch(shape, options.batch, options.tokens, source) for _ in range(4)]
+    model, optimizer = prepare(system, build(shape))
+    losses: list[float] = []
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            loss = loss_of(model, *batches[len(losses) % len(batches)])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        cpu_systems.settle(system, model)
+
+    train(options.warmup)
+    dist.barrier()
+    before, start, cpu = netns.sent_nbytes(os.environ["GLOO_SOCKET_IFNAME"]), time.perf_counter(), time.process_time()
+    train(options.steps)
+    dist.barrier()
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
+    sent = netns.sent_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) - before
+    answer = {"seconds": seconds / options.steps, "cpu_seconds": used / options.steps, "losses": losses}
+    answer["interface_nbytes"] = sent / options.steps
+    Path(options.worker, f"rank{rank}.json").write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# The parent
+
+
+def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One system over a link of its own; figures are those of the slowest rank, and of the host that sent more."""
+    tree = str(options.before.resolve()) if system.endswith(BEFORE) else ""
+    with tempfile.TemporaryDirectory() as folder, netns.two_hosts(options.rate) as hosts:
+        script = ["-m", "benchmarks.two_hosts", "--worker", folder, "--tree", tree]
+        script += ["--systems", system.removesuffix(BEFORE)]
+        for name in ("size", "batch", "tokens", "steps", "warmup"):
+            script += [f"--{name}", str(getattr(options, name))]
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        finished = netns.torchrun(hosts, script, options.per_host, environment, options.timeout)
+        for node, (status, output) in enumerate(finished):
+            if status != 0:
+                raise RuntimeError(f"{system}: node {node} ended with status {status}:\n{output[-4000:]}")
+        ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(2 * options.per_host)]
+    return {
+        "system": system,
+        "seconds": max(rank["seconds"] for rank in ranks),
+        "cpu_seconds": max(rank["cpu_seconds"] for rank in ranks),
+        "interface_nbytes": max(rank["interface_nbytes"] for rank in ranks),
+        "losses": [rank["losses"] for rank in ranks],
+    }
+
+
+def show(run: dict[str, Any]) -> None:
+    """One line: MB/s is what the busier host sent, over the whole step."""
+    megabytes = run["interface_nbytes"] / 1e6
+    words = f"{run['seconds']:7.2f} s/step {megabytes:7.1f} MB {megabytes / run['seconds']:7.2f} MB/s"
+    print(f"{run['system']:28} {words} cpu {run['cpu_seconds']:.2f} s  loss {run['losses'][0][-1]:.6f}", flush=True)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--systems", default=SYSTEMS, help="comma-separated")
+    parser.add_argument("--size", default="36.7M")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=3, help="steps timed")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--rate", default="100mbit", help="limit of the link, as tc writes it")
+    parser.add_argument("--per-host", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier version of zeor")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds one system may take")
+    parser.add_argument("--date", help="written into the results as it is")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--tree", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.systems = options.systems.split(",")
+    if options.before is not None and options.worker is None:
+        names = [[name, name + BEFORE] if name.startswith("zeor") else [name] for name in options.systems]
+        options.systems = [each for pair in names for each in pair]
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.worker is not None:
+        work(options)
+        return
+    if reason := netns.missing():
+        raise SystemExit(f"cannot make network namespaces: {reason}")
+    names = ("size", "batch", "tokens", "steps", "warmup", "rate", "per_host")
+    document: dict[str, Any] = {"kind": "two_hosts", "machine": describe_machine(options.date)}
+    document |= {"command": command_line(), "workload": {name: getattr(options, name) for name in names}, "runs": []}
+    for system in options.systems:
+        document["runs"].append(run_system(system, options))
+        show(document["runs"][-1])
+        if options.out is not None:
+            write_json(options.out, document)
+
+
+if __name__ == "__main__":
+    main()
