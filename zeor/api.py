@@ -101,7 +101,7 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
 
     plan=None        what zeor.choose found for a batch and this machine: all options below that it names. "auto": those
                      that decide by themselves, by what a step takes (recompute="auto"; hierarchy="auto" without a
-                     mesh; offload="auto" on an accelerator).
+                     mesh; offload="auto" on an accelerator, and compile=True where torch.compile has its GPU compiler).
     stage=3          0: everything full (DDP). 1: optimizer state sliced. 2: gradients too. 3: parameters too. Or one
                      for each axis of the mesh: {"gpu": 3, "node": 1} cuts parameters inside a node, and the
                      optimizer's state over all ranks.
@@ -139,9 +139,8 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                      too, so that they can be read and written anywhere; 0: none.
     recompute=False  True: units keep only their inputs for backward, which computes the rest again (about a third more
                      time, the same bits); units of a single layer are left out. "auto": as many of them as memory has
-                     room for keep what they computed, from the fourth step on (compiled ones not yet). "offload":
-                     these inputs rest in host memory meanwhile. Or a list of modules or classes to do so for, with
-                     "offload" among them or not.
+                     room for keep what they computed, from the fourth step on. "offload": these inputs rest in host
+                     memory meanwhile. Or a list of modules or classes to do so for, with "offload" among them or not.
     compile=False    True: torch.compile compiles each block, in place; what is compiled already stays. A dict gives it
                      options. Graph breaks, and graphs that are made late, are told once.
     """
@@ -161,14 +160,13 @@ def _with_plan(plan: Choice | str | None, where: Where, options: dict[str, Any])
     """What plan= names takes the place of defaults, and of nothing that was given."""
     if plan is None:
         return where, options
+    given = {**options, "hierarchy": where.hierarchy}
     if isinstance(plan, Choice):
         chosen = plan.options
     elif plan == "auto":
-        chosen = {"recompute": "auto"} | ({"hierarchy": "auto"} if where.mesh is None else {})
-        chosen |= {"offload": "auto"} if torch.accelerator.is_available() else {}
+        chosen = {name: value for name, value in _automatic(where).items() if given[name] == _DEFAULTS[name]}
     else:
         raise ValueError(f"plan={plan!r} is not known; give what zeor.choose returns, or 'auto'.")
-    given = {**options, "hierarchy": where.hierarchy}
     for name, value in chosen.items():
         if given[name] not in (_DEFAULTS[name], value):
             raise ValueError(
@@ -176,6 +174,14 @@ def _with_plan(plan: Choice | str | None, where: Where, options: dict[str, Any])
             )
     hierarchy = chosen.pop("hierarchy", where.hierarchy)
     return where._replace(hierarchy=hierarchy), {**options, **chosen}
+
+
+def _automatic(where: Where) -> dict[str, Any]:
+    """What plan="auto" stands for here."""
+    chosen: dict[str, Any] = {"recompute": "auto"} | ({"hierarchy": "auto"} if where.mesh is None else {})
+    if torch.accelerator.is_available() and where.device != "cpu":
+        chosen |= {"offload": "auto"} | ({"compile": True} if devices.compiles() else {})
+    return chosen
 
 
 class Where(NamedTuple):

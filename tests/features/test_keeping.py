@@ -6,11 +6,13 @@ measured, in one ranks agree); from the fourth on what is kept is computed once.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeor
 from zeor import api
@@ -285,3 +287,113 @@ def evaluated():
     with torch.no_grad():
         model(torch.ones(2, 3))
     assert [block.calls for block in model.blocks] == ALL_ONCE
+
+
+# ---- compiled blocks
+
+
+class Pure(nn.Module):
+    """As `Block`, without what a graph cannot have. The buffer counts how often a trial would show."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen.add_(1)
+        return x + nn.functional.dropout(self.down(self.up(x).tanh()), 0.3, self.training)
+
+
+INNER = (2 * WIDTH, 2 * WIDTH, 3 * WIDTH, 3 * WIDTH)
+# What tanh made, dropout's mask (a byte each), and what dropout was given.
+PURE_KEEPS = [4 * ROWS * inner + ROWS * WIDTH for inner in INNER]
+
+
+class PureNet(nn.Module):
+    def __init__(self, own_checkpoints=False):
+        super().__init__()
+        self.embed, self.head, self.own = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3), own_checkpoints
+        self.blocks = nn.ModuleList(map(Pure, INNER))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.own else block(x)
+        return self.head(x)
+
+
+def train_compiled(stage, recompute, room=None, own=False):
+    """Losses and parameters; of each step how much each block has saved, and how many graphs there are; needs that were
+    measured; what the blocks' buffers have counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(5)
+    model = PureNet(own)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    zeor.shard(model, optimizer, stage=stage, units=[Pure], recompute=recompute, compile={"backend": "aot_eager"})
+    before, keeping.free_host_nbytes = keeping.free_host_nbytes, lambda: room
+    graphs, losses, kept = [], [], []
+    try:
+        torch.manual_seed(8)
+        for step in range(STEPS):
+            seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            loss = model(torch.randn(ROWS, 3, generator=seed)).square().mean()
+            kept.append(saved_by_block(loss))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    finally:
+        keeping.free_host_nbytes = before
+    found = api._state(model).engine.find(AutoRecompute)
+    needs = [] if found is None else list(found.keeping._needs)
+    counted = [block.seen.item() for block in model.blocks]
+    with zeor.full_params(model):
+        params = [param.detach().clone() for param in model.parameters()]
+    return (losses, params), kept, graphs, needs, counted
+
+
+def saved_by_block(loss):
+    """How many tensors each block's graph has saved; they are not read, as at stage 3 that is not allowed here."""
+    found, nodes = [], [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if "CompiledFunction" in type(node).__name__:
+            found.append(len(node._raw_saved_tensors))
+        nodes += [each for each, _ in node.next_functions if each is not None and each.next_functions]
+    return found[::-1]
+
+
+def compare_compiled(room, kept):
+    for stage in (1, 3):
+        wanted, again, _, _, counted = train_compiled(stage, True)
+        whole = train_compiled(stage, False)[1]
+        assert len(again[0]) == BLOCKS and all(a != b for a, b in zip(again[0], whole[0]))
+        found, saved, graphs, needs, counts = train_compiled(stage, "auto", room)
+        same(found, wanted)
+        assert counts == counted  # a trial changes no buffer
+        late = [all_of if keeps else none for keeps, all_of, none in zip(kept, whole[0], again[0])]
+        assert saved == [again[0]] * 3 + [late] * (STEPS - 3), (stage, saved)
+        assert needs == PURE_KEEPS, needs
+        # Two kinds of blocks, and two graphs of each: those for kept activations are there after the second step.
+        assert graphs == [2, *[4] * (STEPS - 1)]
+
+
+@pytest.mark.long
+def test_compiled_blocks_keep_what_fits(ranks):
+    ranks(compare_compiled, 2, None, [True] * BLOCKS, timeout=300)
+    ranks(compare_compiled, 2, int(PURE_KEEPS[-1] / keeping.HOST_SHARE) + 1, [False] * 3 + [True], timeout=300)
+
+
+def compiled_in_checkpoints_of_their_own():
+    found, _, graphs, needs, counted = train_compiled(3, "auto", own=True)
+    wanted, _, _, _, plainly = train_compiled(3, False, own=True)
+    same(found, wanted)
+    assert counted == plainly and needs == [] and graphs[-1] <= 4, (counted, plainly, graphs)
+
+
+def test_compiled_blocks_inside_checkpoints_of_the_model_s_own_are_computed_again_once(ranks):
+    ranks(compiled_in_checkpoints_of_their_own, 1, timeout=300)

@@ -7,6 +7,7 @@ more so where copies are made slow on purpose.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 import zeor
 from zeor.access.sharded import state_of
 from zeor.features import activations
-from zeor.features.recompute import Recompute
+from zeor.features.keeping import expected_nbytes
+from zeor.features.recompute import AutoRecompute, Recompute
 
 pytestmark = pytest.mark.gpu
 
@@ -183,6 +185,36 @@ def test_compiled_blocks():
     model, optimizer = made("offload", compiled=True)
     step(model, optimizer, 0)
     assert shelf_of(model).nbytes > 0
+
+
+def expected_last(keeping, count):
+    return expected_nbytes(keeping._needs, keeping._intervals, range(LAYERS - count, LAYERS))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_keeps_what_the_allocator_has_room_for(compiled):
+    """Measured by the allocator, and in a compiled block by a trial: see keeping.py and probing.py."""
+    torch._dynamo.reset()
+    want = train(True, compiled=compiled)
+    peaks, needs = [], []
+    for room in (None, 3):
+        torch._dynamo.reset()
+        model, optimizer = made("auto", compiled=compiled)
+        keeping = state_of(model).engine.feature(AutoRecompute).keeping
+        if room is not None:  # for so many calls, beside the peak of a step in which all is computed again
+            keeping._limit_nbytes = partial(expected_last, keeping, room)
+        for number in range(3):
+            step(model, optimizer, number)
+        assert keeping._most == (LAYERS if room is None else room)
+        torch.cuda.reset_peak_memory_stats()
+        step(model, optimizer, 3)
+        peaks.append(torch.cuda.max_memory_allocated())
+        needs.append(list(keeping._needs))
+        assert peaks[-1] <= 1.02 * expected_nbytes(keeping._needs, keeping._intervals, keeping._kept)
+    assert needs[0] == needs[1] and min(needs[0]) > INPUT_NBYTES
+    assert peaks[0] > peaks[1] + 4 * min(needs[0])
+    found = train("auto", compiled=compiled)
+    torch.testing.assert_close(found[0], want[0], rtol=1e-4, atol=1e-6)
 
 
 # ---- the chunked loss

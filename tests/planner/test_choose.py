@@ -160,8 +160,12 @@ def test_shard_takes_a_choice_and_trains_as_without(ranks: Callable[..., list[An
 
 def test_plan_takes_the_place_of_defaults_and_of_nothing_that_was_given() -> None:
     built = small()
-    with pytest.raises(ValueError, match="recompute=True was given beside plan=, which says recompute='auto'"):
-        zeor.shard(built, plan="auto", recompute=True)
+    choice = zeor.choose(small, inputs=torch.zeros(2, 16), precision="fp32", gpu="80GiB")
+    with pytest.raises(ValueError, match="precision='bf16' was given beside plan=, which says precision='fp32'"):
+        zeor.shard(built, plan=choice, precision="bf16")
+    zeor.shard(built, plan="auto", recompute=True)
+    assert zeor.api._state(built).engine.plan.recompute is True
+    zeor.unshard(built)
     with pytest.raises(ValueError, match=r"plan='best' is not known; give what zeor.choose returns, or 'auto'"):
         zeor.shard(built, plan="best")
     assert trained("auto", recompute="auto")[1] == trained(None)[1]

@@ -125,6 +125,11 @@ class Keeping:
             return False
         return call.number >= len(self._needs) - min(self._agreed or 0, self._most)
 
+    @property
+    def measures(self) -> bool:
+        """Whether this step is measured."""
+        return self._measures
+
     def _measure(self) -> None:
         """Where two models share a device each has a step of its own: they would reset each other's peaks."""
         if not any(other._measures for other in self._others()):
@@ -151,19 +156,27 @@ class Keeping:
 
     @contextmanager
     def _measured(self, call: Call) -> Iterator[None]:
-        self._end_interval()
-        self._begun.add(call.number)
+        self.begin_again(call)
         before, alive = self._memory.used_nbytes(), Alive()
         try:
             with alive if self._device.type == "cpu" else nullcontext():
                 yield
         finally:  # torch ends a recomputation by an exception, as soon as it has all it needs
             need = alive.nbytes() if self._device.type == "cpu" else self._memory.used_nbytes() - before
-            while len(self._needs) <= call.number:
-                self._needs.append(0)
-                self._measured_shapes.append(set())
-            self._needs[call.number] = max(self._needs[call.number], need)
-            self._measured_shapes[call.number].add(call.shapes)
+            self.needs(call, need)
+
+    def begin_again(self, call: Call) -> None:
+        """It is about to be computed again, in the step that is measured."""
+        self._end_interval()
+        self._begun.add(call.number)
+
+    def needs(self, call: Call, nbytes: int) -> None:
+        """What it would keep."""
+        while len(self._needs) <= call.number:
+            self._needs.append(0)
+            self._measured_shapes.append(set())
+        self._needs[call.number] = max(self._needs[call.number], nbytes)
+        self._measured_shapes[call.number].add(call.shapes)
 
     def _end_interval(self) -> None:
         # Of a graph that is gone through a second time nobody knows what is still to come.

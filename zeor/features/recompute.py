@@ -13,6 +13,8 @@ Note [Which units are computed again]
 3. A call in evaluation, inside somebody's checkpoint, or inside backward (a re-entrant checkpoint's real forward) runs
    as it is (with recompute="auto": own_checkpoints.py). What decides is the same when that forward is computed again,
    as torch demands.
+4. Of a block that is compiled in place the compiler makes two graphs: one that computes again inside itself (`_again`),
+   and one that keeps what backward needs (`_kept`). Which one a call runs is decided outside both.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from zeor.features.activations import Kept, Packed, Shelf
-from zeor.features.keeping import Keeping
+from zeor.features.keeping import Call, Keeping
 from zeor.features.own_checkpoints import OwnCheckpoints
+from zeor.features.probing import Kind, Trial, kind_of
 from zeor.model.wrapped import unwrapped
 from zeor.step.extension import NEWS, Extension
 from zeor.step.passes import inside_backward
@@ -76,7 +79,7 @@ class Recompute(Extension):
             args, kwargs = _without_caches(args, kwargs)
         forward = _without_its_own(module, forward)
         if self.shelf is None:
-            return self._checkpointed(forward, args, kwargs)
+            return self._checkpointed(module, forward, args, kwargs)
         kept = Kept(self.shelf, (args, kwargs))
 
         def again(_: Tensor) -> Any:
@@ -87,7 +90,7 @@ class Recompute(Extension):
         kept.check()
         return output
 
-    def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _checkpointed(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return checkpoint(lambda _, *a: forward(*a, **kwargs), self._marker, *args, use_reentrant=False)
 
     @_disable_dynamo
@@ -95,8 +98,22 @@ class Recompute(Extension):
         """For a call that may turn out to run as a compiled graph; one that does not saves nothing by itself."""
         if self.shelf is None or not self._applies():
             return None
-        lanes = [lane for unit in self._units for lane in unit.lanes]
-        return Packed(self.shelf, {lane.full.flat.untyped_storage()._cdata for lane in lanes})
+        return Packed(self.shelf, self._lane_storages())
+
+    def _lane_storages(self) -> set[int]:
+        return {lane.full.flat.untyped_storage()._cdata for unit in self._units for lane in unit.lanes}
+
+    @_disable_dynamo
+    def compiled_call(self, module: nn.Module, arguments: Any) -> CompiledCall | None:
+        """Point 4 of Note [Which units are computed again]; None where nothing says that the block is compiled."""
+        if module._compiled_call_impl is None:
+            return None
+        if not self._applies():
+            return CompiledCall(keeps=True)
+        return self._compiled_call(module, arguments)
+
+    def _compiled_call(self, module: nn.Module, arguments: Any) -> CompiledCall:
+        return CompiledCall(keeps=False)
 
     def _applies(self) -> bool:
         """Point 3 of Note [Which units are computed again]."""
@@ -122,6 +139,7 @@ class AutoRecompute(Recompute):
 
     def __init__(self, units: Sequence[Unit], device: torch.device, budget: Any = None):
         super().__init__(units, True, device)
+        self._device, self._trials = device, dict[Kind, int]()  # by kind: what a compiled call would keep
         self.keeping = Keeping(device, budget if isinstance(budget, int) else None)
         self.own = OwnCheckpoints(self.keeping, device)
 
@@ -131,11 +149,23 @@ class AutoRecompute(Recompute):
             return self.own.run(forward, module, args, kwargs)
         return super().run(forward, module, args, kwargs)
 
-    def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _checkpointed(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if module._compiled_call_impl is not None:  # `compiled_call` has decided; torch.compile made no graph of it
+            return super()._checkpointed(module, forward, args, kwargs)
         call = self.keeping.enter((args, kwargs))
         if self.keeping.keeps(call):
             return forward(*args, **kwargs)
-        return super()._checkpointed(self.keeping.metered(call, forward), args, kwargs)
+        return super()._checkpointed(module, self.keeping.metered(call, forward), args, kwargs)
+
+    def _compiled_call(self, module: nn.Module, arguments: Any) -> CompiledCall:
+        call = self.keeping.enter(arguments)
+        found = CompiledCall(self.keeping.keeps(call))
+        if not found.keeps and self.keeping.measures:
+            kind = kind_of(module, arguments)
+            if kind not in self._trials:
+                found.trial = Trial(module, arguments, self._device, self._lane_storages)
+            found.measure = _Measured(self.keeping, self._trials, kind, call)
+        return found
 
     def begin_forward(self, train: bool, alone: bool) -> None:
         self.own.begin_forward(train)
@@ -161,8 +191,53 @@ class AutoRecompute(Recompute):
             self.own.end_pass()
 
     def end_step(self) -> None:
+        self._trials.clear()
         self.keeping.end_step()
         self.own.end_pass()
+
+
+class CompiledCall:
+    """What becomes of one call of a compiled block. `trial`: it is tried first, with its activations kept."""
+
+    def __init__(self, keeps: bool):
+        self.keeps = keeps
+        self.trial: Trial | None = None
+        self.measure: _Measured | None = None
+
+    @_disable_dynamo
+    def tried(self, output: Any) -> None:
+        assert self.trial is not None and self.measure is not None
+        self.measure.found(self.trial.end(output))
+
+    @_disable_dynamo
+    def returned(self, output: Any) -> Any:
+        if self.measure is not None:
+            self.measure.when_computed_again(output)
+        return output
+
+
+class _Measured:
+    """A call of a compiled block in the step that is measured."""
+
+    def __init__(self, keeping: Keeping, trials: dict[Kind, int], kind: Kind, call: Call):
+        self._keeping, self._trials, self._kind, self._call = keeping, trials, kind, call
+        self._begun = False
+
+    def found(self, nbytes: int) -> None:
+        self._trials[self._kind] = nbytes
+
+    def when_computed_again(self, output: Any) -> None:
+        """Backward comes to the call when it has the gradient of one of its outputs."""
+        self._need = self._trials[self._kind]
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._begin)
+
+    def _begin(self, grad: Tensor) -> None:
+        if not self._begun:
+            self._begun = True
+            self._keeping.begin_again(self._call)
+            self._keeping.needs(self._call, self._need)
 
 
 def asks_offload(wanted: Any) -> bool:
@@ -172,9 +247,24 @@ def asks_offload(wanted: Any) -> bool:
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands in the place of a chosen module's forward; never a part of a graph itself."""
-    packed = vars(module)[_HELD_BY].packed()
+    held = vars(module)[_HELD_BY]
+    call = held.compiled_call(module, (args, kwargs))
+    if call is not None and call.trial is not None:  # see Note [A trial] in probing.py
+        tried = None
+        call.trial.begin()
+        try:
+            tried = _kept(module, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            pass  # and its frames, which hold what was made, go
+        finally:
+            call.tried(tried)
+        del tried
+    if call is not None and call.keeps:
+        return _kept(module, *args, **kwargs)
+    packed = held.packed()
     if packed is None:
-        return _again(module, *args, **kwargs)
+        output = _again(module, *args, **kwargs)
+        return output if call is None else call.returned(output)
     with packed.hooks():
         output = _again(module, *args, **kwargs)
     packed.all_sent()
@@ -193,6 +283,11 @@ def _again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _plain(module, *args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False)
+
+
+def _kept(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A frame of its own, as `_again` is: the graph of a compiled block that keeps what its backward needs."""
+    return _plain(module, *args, **kwargs)
 
 
 def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

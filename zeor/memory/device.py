@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -313,6 +314,11 @@ class DeviceMemory:
         """What is cached and unused, to the device."""
         if self._module is not None:
             self._module.empty_cache()
+
+
+def compiles() -> bool:
+    """Whether torch.compile has what it makes kernels for the accelerator with."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def lacks_float8(device: torch.device, recipe: str) -> str:

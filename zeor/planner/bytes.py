@@ -22,7 +22,7 @@ from zeor.model.discover import UnitSpec, find_units
 from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.plan import Offload, Plan, Precision, nearest
 from zeor.planner import automatic
-from zeor.planner.kept import KEEPS_COMPILED, keeping, most, needs
+from zeor.planner.kept import keeping, most, needs
 from zeor.planner.machine import Along, Machine
 from zeor.planner.peaks import (
     Model,
@@ -214,8 +214,6 @@ def predicted(known: Model, limit: int | None = None) -> Predicted:
     if known.plain is None or limit is None:
         return found
     calls = needs(known.plain, known.trace)
-    if known.setting.plan.compile is not False and not KEEPS_COMPILED:
-        calls = []
 
     def placed(count: int) -> Model:
         assert known.plain is not None

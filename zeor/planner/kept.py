@@ -3,7 +3,8 @@
 Two traces say all: in one nothing is computed again, so what each unit's forward leaves alive is what keeping costs; in
 the other everything is, so its peaks are what remains. As in the run (features/keeping.py) the last calls keep theirs:
 their memory is the first to be free again. A call that is kept and is in its backward is counted in both, so the peak
-is over by at most one unit, never under.
+is over by at most one unit, never under. Compiled units keep less than is traced here: a compiler computes what is
+cheap again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from dataclasses import replace
 
 from zeor.model.discover import UnitSpec
 from zeor.planner.trace import Trace
-
-KEEPS_COMPILED = False  # features/recompute.py: compiled units are all computed again
 
 
 def needs(plain: Trace, again: Trace) -> list[tuple[int, int]]:
