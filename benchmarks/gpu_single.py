@@ -117,11 +117,21 @@ def compile_blocks(model: Decoder, how: str | None) -> None:
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
 
 
+def convert_blocks(model: Decoder, recipe: str) -> None:
+    """Linears of blocks multiply in 8 bits, by torchao: how FSDP2's users do it."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model.blocks, config=config)
+
+
 def prepare(options: argparse.Namespace) -> Trained:
     """Build the model on its device and hand it to the system."""
     compute_only = options.system == "pure-bf16"
     dtype = torch.bfloat16 if compute_only else torch.float32
     model = build(SIZES[options.size], options.device, dtype, recompute=not options.no_recompute)
+    if options.torchao:
+        convert_blocks(model, options.torchao)
     compile_blocks(model, options.compile)
     if options.system in ("plain", "pure-bf16"):
         return Trained(model, adamw(model), autocast=options.system == "plain")
@@ -148,8 +158,8 @@ def prepare_zeor(model: Decoder, options: argparse.Namespace) -> Trained:
     if options.world > 1:
         start_group(options)
     zeor = importlib.import_module("zeor")  # after imagine_values: it takes the collectives as it finds them
-    extra = json.loads(options.zeor)
-    sharded, optimizer = zeor.shard(model, adamw(model), stage=options.stage, precision="bf16", **extra)
+    chosen = {"stage": options.stage, "precision": "bf16", **json.loads(options.zeor)}
+    sharded, optimizer = zeor.shard(model, adamw(model), **chosen)
     clip = None if options.stock_clip else (lambda limit: zeor.clip_grad_norm_(sharded, limit))
     return Trained(sharded, optimizer, clip=clip)
 
@@ -318,6 +328,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stock-clip", action="store_true", help="torch's clip_grad_norm_ for zeor as well")
     parser.add_argument("--fsdp-reduce", default="bf16", choices=list(DTYPES), help="FSDP2's reduce_dtype")
     parser.add_argument("--zeor", default="{}", help="more arguments of zeor.shard, as JSON")
+    parser.add_argument("--torchao", choices=["tensorwise", "rowwise"], help="convert blocks to torchao's float8 linears")
     parser.add_argument("--no-recompute", action="store_true", help="no activation checkpointing")
     parser.add_argument("--profile", action="store_true", help="split a step into " + ", ".join(PHASES))
     parser.add_argument("--kernels", type=int, default=0, help="profile two more steps, list so many kernels")

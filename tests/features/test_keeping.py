@@ -371,11 +371,11 @@ def compare_compiled(room, kept):
     for stage in (1, 3):
         wanted, again, _, _, counted = train_compiled(stage, True)
         whole = train_compiled(stage, False)[1]
-        assert len(again[0]) == BLOCKS and all(a != b for a, b in zip(again[0], whole[0]))
+        assert len(again[0]) == BLOCKS and all(a != b for a, b in zip(again[0], whole[0], strict=True))
         found, saved, graphs, needs, counts = train_compiled(stage, "auto", room)
         same(found, wanted)
         assert counts == counted  # a trial changes no buffer
-        late = [all_of if keeps else none for keeps, all_of, none in zip(kept, whole[0], again[0])]
+        late = [all_of if keeps else none for keeps, all_of, none in zip(kept, whole[0], again[0], strict=True)]
         assert saved == [again[0]] * 3 + [late] * (STEPS - 3), (stage, saved)
         assert needs == PURE_KEEPS, needs
         # Two kinds of blocks, and two graphs of each: those for kept activations are there after the second step.
