@@ -328,7 +328,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stock-clip", action="store_true", help="torch's clip_grad_norm_ for zeor as well")
     parser.add_argument("--fsdp-reduce", default="bf16", choices=list(DTYPES), help="FSDP2's reduce_dtype")
     parser.add_argument("--zeor", default="{}", help="more arguments of zeor.shard, as JSON")
-    parser.add_argument("--torchao", choices=["tensorwise", "rowwise"], help="convert blocks to torchao's float8 linears")
+    parser.add_argument("--torchao", choices=["tensorwise", "rowwise"], help="convert blocks to its float8 linears")
     parser.add_argument("--no-recompute", action="store_true", help="no activation checkpointing")
     parser.add_argument("--profile", action="store_true", help="split a step into " + ", ".join(PHASES))
     parser.add_argument("--kernels", type=int, default=0, help="profile two more steps, list so many kernels")

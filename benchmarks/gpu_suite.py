@@ -32,6 +32,9 @@ from benchmarks.measure import command_line, write_json
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--size 1.3B --batch 8"
 LARGE = "--size 7B --batch 4"
+# Steps before the fourth measure what can be kept.
+AUTO = """--no-recompute --warmup 5 --zeor '{"plan": "auto"}'"""
+AUTO_FP8 = """--no-recompute --warmup 5 --zeor '{"plan": "auto", "precision": "fp8"}'"""
 # Rivals stand next to each other: what drifts with the machine's temperature drifts for both.
 PRESETS: dict[str, list[str]] = {
     "tiny": [
@@ -70,6 +73,18 @@ PRESETS: dict[str, list[str]] = {
         f"--system zeor --stage 3 --world 64 {LARGE}",
         "--system fsdp2 --world 64 --size 13B --batch 8",
         "--system zeor --stage 3 --world 64 --size 13B --batch 8",
+    ],
+    # FSDP2 at its best, found by hand, and zeor by one word. Never run so far.
+    "auto": [
+        "--system fsdp2 --compile --size 7B --batch 8",
+        "--system fsdp2 --compile --size 7B --batch 2 --no-recompute",
+        f"--system zeor {AUTO} --size 7B --batch 4",
+        "--system fsdp2 --compile --torchao tensorwise --size 7B --batch 8",
+        f"--system zeor {AUTO_FP8} --size 7B --batch 8",
+        "--system fsdp2 --compile --torchao tensorwise --size 1.3B --batch 8 --no-recompute",
+        f"--system zeor {AUTO_FP8} --size 1.3B --batch 8",
+        f"--system zeor {AUTO} --size 1.3B --batch 8",
+        "--system zeor --size 1.3B --batch 8",
     ],
 }
 

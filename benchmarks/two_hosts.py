@@ -8,8 +8,10 @@ link-bound step takes at least is the larger of its computation (the system `com
     python -m benchmarks.two_hosts --rate 1gbit --systems "ddp,zeor2,zeor2 precision=bf16" --steps 4
     python -m benchmarks.two_hosts --systems zeor2 --before ../before       # zeor of another checkout beside
 
-A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `fsdp2 bf16`, or any zeorN followed by
-arguments of zeor.shard, such as `zeor2 precision=bf16`. Needs root and iproute2; the same file is the worker.
+A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `fsdp2` or `hsdp` (torch's, cut over a
+host and repeated across hosts) followed by `bf16` or `whole` (no resharding after forward), or any zeorN followed by
+arguments of zeor.shard, such as `zeor2 precision=bf16` or `zeor3 hierarchy=2`. Needs root and iproute2; the same file
+is the worker.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def prepare(system: str, model: Any) -> Any:
         # By a name of ours: DDP refuses this hook over Gloo by its name, and it runs there all the same.
         trained.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         return trained
-    if system == "fsdp2 bf16":
-        return _fsdp2_bf16(model, arguments)
+    if name in ("fsdp2", "hsdp"):
+        return _fully_shard(model, arguments, settings, across=name == "hsdp")
     if settings:
         raise ValueError(f"unknown system {system!r}")
     return cpu_systems.prepare(name, model)
@@ -73,15 +75,21 @@ def _value(text: str) -> Any:
         return text
 
 
-def _fsdp2_bf16(model: Any, arguments: dict[str, Any]) -> Any:
+def _fully_shard(model: Any, arguments: dict[str, Any], settings: list[str], across: bool) -> Any:
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from benchmarks import cpu_systems
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    hosts, ranks = 2, torch.distributed.get_world_size()
+    shape = (hosts, ranks // hosts) if across else (ranks,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu")[-len(shape) :])
+    chosen: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "whole" not in settings}
+    if "bf16" in settings:
+        chosen["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, **chosen)
     return cpu_systems.Trained(model, torch.optim.AdamW(model.parameters(), **arguments))
 
 
