@@ -255,7 +255,12 @@ class _Hunt:
         small = self._ranks_that_fit((*allowed, "int8"), sequences)
         would = [f"{exact} ranks"] if exact else []
         would += [f"{small} with int8 moments (allow='int8')"] if small and small != exact else []
-        return f"{told}. It would fit on {', or on '.join(would)}." if would else f"{told}."
+        if would:
+            return f"{told}. It would fit on {', or on '.join(would)}."
+        return (
+            f"{told}. No number of ranks would do: a unit and the activations of one micro-batch are too large for a "
+            "rank; give fewer tokens or larger devices, or cut the units themselves by tensor parallelism."
+        )
 
     def _ranks_that_fit(self, allowed: Sequence[str], sequences: int | None) -> int | None:
         """The least number of ranks on one axis that does with the leanest plan."""

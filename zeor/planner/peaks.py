@@ -142,7 +142,8 @@ def grads_by_arrival(model: Model) -> list[int]:
         return [all_grads_nbytes(model) + (_travelling_nbytes(model) if setting.world > 1 else 0)]
     if setting.world > 1:  # slices that stay, and whole gradients that are being sent; none before the first arrives
         stay = [0 if leaves or sizes[id(param)][0] in away else sizes[id(param)][1] for param in arrived]
-        return [0, *(_travelling_nbytes(model) - (-held // setting.parts("grad")) for held in accumulate(stay))]
+        travelling, parts = _travelling_nbytes(model), setting.parts("grad")
+        return [0, *(travelling - (-held // parts) for held in accumulate(stay))]
     # A unit's gradients leave when the next unit has all of its own; those that an update beside reads, after that.
     beside = any(lane.streamed for lane in model.flat) and leaves
     lag = 1 + (IN_FLIGHT if beside else 0)

@@ -3,11 +3,12 @@
     zeor plan --size 7b                                        # by role, without activations
     zeor plan --size 7b --precision bf16 --offload host --batch 8 2048   # by tier, with activations
     zeor plan --precision bf16 --moments int8 --release --fits 24 40 80  # host GiB that each model needs beside a GPU
+    zeor plan --size 7b --gpu H100 --ranks 64 --batch 4 2048   # the fastest plan that fits (choose.py)
     zeor schedule                                              # the actions of one training step, unit by unit
     zeor schedule --record                                     # and what a step on CPU ranks did, beside it
 
 Nothing is allocated: the model is built on the meta device, its shapes are read, and forward and backward run without
-values; no rank is started, but by --record (record.py). Only this file in tools/ asks the planner, and
+values; no rank is started, but by --record (record.py). Only this file and choose.py in tools/ ask the planner, and
 step/schedule.py, whose schedule is data.
 """
 
@@ -31,6 +32,7 @@ from zeor.spec.keys import small_numel
 from zeor.spec.lane_spec import spec_units
 from zeor.spec.places import Places
 from zeor.step.schedule import Schedule, traits_of
+from zeor.tools import choose
 from zeor.tools.gpt import GPT, GPTConfig
 from zeor.tools.record import recorded
 from zeor.tools.show import common_unit, in_unit, paragraph, table
@@ -127,13 +129,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-budget", metavar="BYTES", help="of --offload auto, such as 500GiB")
     add("--fits", type=float, nargs="+", metavar="GIB", help="GiB of host memory that each size needs beside a GPU of "
         "so many GiB, filled first (one rank, stage 3)")  # fmt: skip
+    choose.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     try:
+        if options.gpu is not None:
+            return choose.run(options, lambda: meta_model(_as_long_as(chosen_size(options), options.batch)))
+        if options.model is not None:
+            raise ValueError("--model goes with --gpu, which says for what machine.")
         return _fits(options) if options.fits else _plan(options)
     except ValueError as error:
         raise SystemExit(f"zeor: {error}") from None
+
+
+def _as_long_as(config: GPTConfig, batch: Sequence[int] | None) -> GPTConfig:
+    """With room for the sequences that were asked for."""
+    return config if batch is None else GPTConfig(**{**vars(config), "context": max(config.context, batch[1])})
 
 
 def _plan(options: argparse.Namespace) -> int:
