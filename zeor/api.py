@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
 from zeor.comm.axes import Axes, make_axis
 from zeor.comm.launch.world import ensure_process_group
-from zeor.comm.meshes import make_axes, stages_of
+from zeor.comm.meshes import make_axes
 from zeor.data.loader import follow
 from zeor.features import fp8, module_buffers, plain_grads
 from zeor.features.build import Builder
@@ -55,6 +55,7 @@ from zeor.optim.parts.checks import (
 )
 from zeor.optim.stepper import Stepper
 from zeor.plan import Offload, Plan, Precision
+from zeor.planner.asked import Asked, Where
 from zeor.planner.bytes import predict
 from zeor.planner.choose import Choice
 from zeor.planner.disk_room import check_disk
@@ -152,55 +153,19 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                "delay": delay, "methods": methods, "keep_whole": keep_whole, "recompute": recompute, "compile": compile,
                **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
-        where = Where(mesh, hierarchy, device)
-        return _shard(model, optimizer, *_with_plan(plan, where, options), units)
+        asked = Asked(Where(mesh, hierarchy, device), options, units)
+        return _shard(model, optimizer, asked.with_plan(plan, _DEFAULTS))
 
 
-def _with_plan(plan: Choice | str | None, where: Where, options: dict[str, Any]) -> tuple[Where, dict[str, Any]]:
-    """What plan= names takes the place of defaults, and of nothing that was given."""
-    if plan is None:
-        return where, options
-    given = {**options, "hierarchy": where.hierarchy}
-    if isinstance(plan, Choice):
-        chosen = plan.options
-    elif plan == "auto":
-        chosen = {name: value for name, value in _automatic(where).items() if given[name] == _DEFAULTS[name]}
-    else:
-        raise ValueError(f"plan={plan!r} is not known; give what zeor.choose returns, or 'auto'.")
-    for name, value in chosen.items():
-        if given[name] not in (_DEFAULTS[name], value):
-            raise ValueError(
-                f"{name}={given[name]!r} was given beside plan=, which says {name}={value!r}; leave one of them out."
-            )
-    hierarchy = chosen.pop("hierarchy", where.hierarchy)
-    return where._replace(hierarchy=hierarchy), {**options, **chosen}
-
-
-def _automatic(where: Where) -> dict[str, Any]:
-    """What plan="auto" stands for here."""
-    chosen: dict[str, Any] = {"recompute": "auto"} | ({"hierarchy": "auto"} if where.mesh is None else {})
-    if torch.accelerator.is_available() and where.device != "cpu":
-        chosen |= {"offload": "auto"} | ({"compile": True} if devices.compiles() else {})
-    return chosen
-
-
-class Where(NamedTuple):
-    """Over which ranks, and on which device."""
-
-    mesh: Any
-    hierarchy: int | str | None
-    device: Any
-
-
-def _shard(model: nn.Module, optimizer: Any, where: Where, options: dict[str, Any], units: Any) -> Any:
-    mesh, hierarchy, device = where
+def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
+    mesh, hierarchy, device = asked.where
     optimizers = _as_list(optimizer)
     if vars(model).get(_ATTRIBUTE) is not None:
-        changed = any(value != _DEFAULTS.get(name, value) for name, value in options.items())
-        return _add_optimizers(model, optimizer, optimizers, changed or units or any(where))
-    plan = _plan(options, where)
+        changed = any(value != _DEFAULTS.get(name, value) for name, value in asked.options.items())
+        return _add_optimizers(model, optimizer, optimizers, changed or asked.units or any(asked.where))
+    plan = asked.plan()
     compile_in_place(model)
-    units = units and [unwrapped(unit) for unit in units]
+    units = asked.units and [unwrapped(unit) for unit in asked.units]
     refuse_wrapped(model, optimizers)
     _refuse_nested(model)
     refuse_optimizers_in_backward(model.named_parameters())
@@ -228,7 +193,7 @@ def _shard(model: nn.Module, optimizer: Any, where: Where, options: dict[str, An
         linears.bind(model, engine.slots)
         engine.add_extension(linears)
     hooks = Hooks(engine.passes, engine.forward, engine.backward, engine.extensions, entries)
-    state = Sharded(engine, hooks)
+    state = Sharded(engine, hooks, asked)
     engine.feature(Freezing).watch(state.hooks)
     vars(model)[_ATTRIBUTE] = state
     watch_steps()
@@ -239,13 +204,6 @@ def _shard(model: nn.Module, optimizer: Any, where: Where, options: dict[str, An
     if linears is not None and axes.everyone.rank == 0:
         linears.tell()
     return model if optimizer is None else (model, optimizer)
-
-
-def _plan(options: dict[str, Any], where: Where) -> Plan:
-    if "across" in options:
-        raise TypeError("zeor has no option 'across'; give a stage for each axis: stage={'gpu': 3, 'node': 1}.")
-    stage, across = stages_of(options["stage"], where.mesh, where.hierarchy)
-    return Plan.parse({**options, "stage": stage, "across": across})
 
 
 _DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}

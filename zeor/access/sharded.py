@@ -19,11 +19,13 @@ from zeor.step.hooks import Hooks
 class Sharded:
     """What belongs to one sharded model: its engine, its hooks, its optimizers."""
 
-    def __init__(self, engine: Engine, hooks: Hooks):
+    def __init__(self, engine: Engine, hooks: Hooks, asked: Any = None):
         self.engine, self.hooks = engine, hooks
+        self.asked = asked  # what the user gave zeor.shard: see planner/asked.py
         self.steppers: list[Any] = []
         self.shown = False  # inside full_params
         self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # see optim/ema.py
+        self.averages_made = 0
 
     # A model copied or pickled inside full_params is a plain one.
     def __deepcopy__(self, memo: Any) -> None:

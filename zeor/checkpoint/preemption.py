@@ -74,7 +74,7 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("zeor.preempt must be called on the main thread: Python handles signals there only.")
         run = run_of(what.model, what.optimizer)
-        self._what, self._run, self._within, self._exit_code = what, run, within, exit_code
+        self._what, self._within, self._exit_code = what, within, exit_code
         self._before: dict[signal.Signals, Any] = {}
         self._noted: float | None = None  # when the signal came, by time.monotonic()
         self._over: threading.Event | None = None  # of the watch
@@ -143,7 +143,7 @@ class Preemption:
         """Seconds since the first signal on any rank; None: there was none. The same on every rank. Steps that differ
         are refused here, long before a save would have to."""
         waited = 0.0 if self._noted is None else max(time.monotonic() - self._noted, 1e-6)
-        axis = self._run.everyone
+        axis = run_of(self._what.model, self._what.optimizer).everyone
         if axis.size > 1:
             meet(axis, "the check of zeor.preempt")
             most = torch.tensor([waited, step, -step], dtype=torch.float64)

@@ -17,6 +17,12 @@ from zeor.step.engine import Engine
 _lineages: weakref.WeakKeyDictionary[Engine, Lineage] = weakref.WeakKeyDictionary()
 
 
+def carry_over(old: Engine, new: Engine) -> None:
+    """The same run goes on with another engine."""
+    if old in _lineages:
+        _lineages[new] = _lineages[old]
+
+
 class TrainingRun(LiveModel):
     def __init__(self, model: nn.Module, engine: Engine, steppers: Sequence[Any]):
         super().__init__(engine)

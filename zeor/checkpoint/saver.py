@@ -247,6 +247,12 @@ def saver_of(run: TrainingRun) -> Saver:
     return _savers[run.engine]
 
 
+def carry_over(old: Engine, new: Engine) -> None:
+    """The same run goes on with another engine: what is being written is still known."""
+    if old in _savers:
+        _savers[new] = _savers[old]
+
+
 def _channel_of(axis: Axis) -> _Channel:
     """Every rank calls it: the first time it makes a group."""
     if axis.size == 1:

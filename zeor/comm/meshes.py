@@ -48,6 +48,18 @@ def make_axes(
     return Axes(axes[0], axes[1], everyone, members)
 
 
+def ranks_of(mesh: Any) -> list[int]:
+    """The ranks of a mesh, in the order in which everyone counts them."""
+    if isinstance(mesh, dist.device_mesh.DeviceMesh):
+        found: list[int] = sorted(mesh.mesh.flatten().tolist())
+        return found
+    if isinstance(mesh, dist.ProcessGroup):
+        return list(dist.get_process_group_ranks(mesh))
+    if mesh is not None:
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh or a process group.")
+    return list(range(dist.get_world_size())) if dist.is_available() and dist.is_initialized() else [0]
+
+
 def _described(mesh: Any, hierarchy: int | str | None) -> tuple[tuple[str, ...], Table]:
     """The names of the axes, outermost first, and the ranks of a mesh of two."""
     if hierarchy is not None:

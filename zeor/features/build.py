@@ -29,10 +29,12 @@ class Builder:
     """Of one engine. 1. `slots`, 2. `engine.add_unit` with them, 3. `finish`; a drop-in that is given more parameters
     later goes through all three again."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, goes_on: bool = False):
+        """`goes_on`: the model has trained before, under another plan."""
         axes = engine.axes
         self.engine = engine
         self._first_batch = FirstBatch(axes, engine.remove_extension)
+        self._first_batch.done |= goes_on
         self._counts = Counts(axes, engine.slots, engine.announcer)
         self._plain: PlainGrads | None = None
 

@@ -120,7 +120,8 @@ class Float8Linears(Extension):
         self._fp8, self._left, self._emulates = fp8, left, emulate
         self._attributes, kind, config = _as_float8(fp8, emulate)
         self._names = coded_linear.CODES, coded_linear.SCALE
-        marked = _mark(linears.values(), config.cast_config_weight.target_dtype) if coded else []
+        self._code = config.cast_config_weight.target_dtype
+        marked = _mark(linears.values(), self._code) if coded else []
         self.classes = {linear: coded_linear.CodedLinear if linear in marked else kind for linear in linears.values()}
         self._bound: list[tuple[nn.Module, CodedLane, int]] = []
         self._handles: list[Any] = []
@@ -144,9 +145,21 @@ class Float8Linears(Extension):
     def undo(self) -> None:
         """For good: the model is not sharded after all, or no longer."""
         self.pause()
+        self.end()
+        self.mark(False)
+
+    def end(self) -> None:
+        """Others have the linears."""
         for handle in self._handles:
             handle.remove()
-        _unmark(self.classes)
+
+    def mark(self, here: bool) -> None:
+        """Whether lanes that are made now are to hold codes of these weights: while it is paused, others may be."""
+        if here:
+            for module in dict.fromkeys(module for module, _, _ in self._bound):
+                vars(module)[CODE_ATTRIBUTE] = self._code
+        else:
+            _unmark(self.classes)
 
     def bind(self, model: nn.Module, slots: Sequence[Slot]) -> None:
         """Lanes are there: each linear gets the codes of its weight."""

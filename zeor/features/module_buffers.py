@@ -113,6 +113,11 @@ class ModuleBuffers(Extension):
             self._holders[i].look()
             self._mine[i] = self._most[i] = self._least[i] = SAME
 
+    def go_on(self, before: ModuleBuffers) -> None:
+        """In the place of another one of the same model: what has changed since all ranks had the same is known."""
+        if len(before._holders) == len(self._holders):
+            self._holders, self._warned = before._holders, before._warned
+
     def all_same(self) -> None:
         """Somebody else has made every buffer the same on all ranks."""
         for holder in self._holders:

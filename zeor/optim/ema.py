@@ -27,6 +27,7 @@ from zeor.comm.along import gather_into
 from zeor.features.freezing import Freezing
 from zeor.layout import Segment
 from zeor.optim.parts.pieces import Piece, put_piece
+from zeor.step.engine import Engine
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
 
@@ -70,7 +71,26 @@ class EMA:
         self._inside = False
         self.thawed(self._slots)
         self._engine.feature(Freezing).watch(self)
+        self.number = state.averages_made  # the same on every rank
+        state.averages_made += 1
         state.averages.add(self)
+
+    def move(self, engine: Engine) -> Callable[[], None]:
+        """Average the slices of another engine from here on, beginning with what they hold now; `put` brings the
+        average. What is returned undoes it."""
+        before = dict(vars(self))
+
+        def undo() -> None:
+            vars(self).update(before)
+
+        self._engine, self._slots, self._of = engine, engine.slots, {}
+        try:
+            self.thawed(self._slots)
+            engine.feature(Freezing).watch(self)
+        except BaseException:
+            undo()
+            raise
+        return undo
 
     # ---- averaging
 

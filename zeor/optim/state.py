@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,14 @@ from zeor.step.lane import Lane
 from zeor.step.unit import Slot
 
 _NONE: Any = object()
+
+
+class KeptOf(NamedTuple):
+    """This rank's state of one parameter. `rests`: not in the optimizer itself, but on a tier."""
+
+    slot: Slot
+    pieces: Callable[[], Iterator[Piece]]
+    rests: bool
 
 
 class KeptState:
@@ -144,16 +153,28 @@ class KeptState:
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's state of every parameter, piece by piece; see parts/pieces.py."""
+        for kept in self.by_param():
+            yield from kept.pieces()
+
+    def by_param(self) -> list[KeptOf]:
+        """How to take this rank's state of each parameter to pieces, later too: as long as nothing is updated, wherever
+        the optimizer has moved to by then."""
         self.heed_new_state()
         self.drain()
+        found: list[KeptOf] = []
         for param in self._params():
             mine = self.segments.of(param)
             if mine is not None:
-                slot = self.segments.slots[id(param)]
-                state = {**self._optimizer.state.get(mine, {}), **self.resting(param)}
-                found = self.streamed(param)
-                reads = {} if found is None or self._streaming is None else self._streaming.moments.reads(*found)
-                yield from pieces_of(slot, mine, self.segments.at(param), state, reads)
+                entry = self._optimizer.state.get(mine, {})
+                slot, rests = self.segments.slots[id(param)], self.streamed(param) is not None
+                found.append(KeptOf(slot, partial(self._take_apart, param, mine, entry), rests))
+        return found
+
+    def _take_apart(self, param: Tensor, mine: nn.Parameter, entry: dict[str, Any]) -> Iterator[Piece]:
+        found = self.streamed(param)
+        reads = {} if found is None or self._streaming is None else self._streaming.moments.reads(*found)
+        state = {**entry, **self.resting(param)}
+        return pieces_of(self.segments.slots[id(param)], mine, self.segments.at(param), state, reads)
 
     def put(self, pieces: Iterable[Piece], adopt: bool = False) -> None:
         """State from pieces made by any number of ranks: of each, this rank takes what it keeps. `adopt`: nobody else

@@ -51,7 +51,17 @@ class Stepper:
     """Drives one optimizer over the segments of one engine."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer):
-        self.engine, self.optimizer = engine, optimizer
+        self.optimizer = optimizer
+        self.running = False  # step() is under way
+        self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
+        self._drive(engine)
+        driven.add(optimizer)
+        watch_steps()
+        self._instance_step = self._patch()
+
+    def _drive(self, engine: Engine) -> None:
+        """Make what drives the optimizer over the segments of this engine."""
+        self.engine, optimizer = engine, self.optimizer
         plan, axes, units, drain = engine.plan, engine.axes, engine.units, engine.drain
         self.axes, self._plan, self._table, self._plain = axes, plan, engine.table, engine.plain
         self._units, self._slots, self._peers, self._ledger = units, engine.slots, engine.optimizers, engine.ledger
@@ -60,7 +70,6 @@ class Stepper:
         self.owners = Owners(axes, self._table, units)
         self._give_owners(range(len(self.kinds)))
         self.segments = Segments(optimizer, self._slots, self.owners, axes)
-        self.enrol: Callable[[list[dict[str, Any]]], None] = lambda groups: None  # a drop-in's: new parameters in these
         self.calls = Calls(self.segments, self.kinds, axes.device)
         self.one_pass = OnePass(self.segments, axes.device, plan.kernel)
         self.streaming: Streaming | None = None
@@ -78,9 +87,32 @@ class Stepper:
             self._releases.waits.append(self._has_owners)
         engine.feature(Freezing).watch(self)
         self._peers.append(optimizer)
-        driven.add(optimizer)
-        watch_steps()
-        self._instance_step = self._patch()
+
+    def move(self, engine: Engine) -> Callable[[bool], None]:
+        """Drive the optimizer over another engine from here on. Its state is empty there; entries that are no part of
+        what it stepped on here stay. What is returned is called once: with False it undoes the move, else it gives back
+        what the engine of before used. The optimizer's replaced methods know this object and stay."""
+        before, state, streaming = dict(vars(self)), self.optimizer.state, self.streaming
+        own = {id(part) for part in self.segments.all()}
+
+        def end(moved: bool) -> None:
+            if moved:
+                if streaming is not None:
+                    streaming.close()
+                return
+            if self.streaming is not None and self.streaming is not streaming:
+                self.streaming.close()
+            vars(self).clear()
+            vars(self).update(before)
+            self.optimizer.state = state
+
+        self.optimizer.state = defaultdict(dict, {key: value for key, value in state.items() if id(key) not in own})
+        try:
+            self._drive(engine)
+        except BaseException:
+            end(moved=False)
+            raise
+        return end
 
     def _check(self) -> list[Kind]:
         """What kind its groups are; ValueError where they cannot be driven."""
@@ -206,6 +238,13 @@ class Stepper:
     # ---- step
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
+        self.running = True
+        try:
+            return self._step(closure)
+        finally:
+            self.running = False
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         self.state.heed_new_state()
         self.engine.check_weights("step() was called")

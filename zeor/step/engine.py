@@ -90,16 +90,18 @@ class Engine:
     # ---- building
 
     def add_unit(
-        self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable[[Slot], LaneKey]
+        self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable[[Slot], LaneKey],
+        value: Callable[[Slot], Tensor] = lambda slot: slot.param,
     ) -> Unit:  # fmt: skip
-        """Pack parameters into lanes by key, and lay the user's objects over them."""
+        """Pack parameters into lanes by key, and lay the user's objects over them. `value`: of a parameter; on the meta
+        device where it comes later."""
         unit = Unit(len(self.units), name, module, slots)
         unit.is_root = unit.index == 0 and not self.plain
         by_key: dict[LaneKey, list[Slot]] = defaultdict(list)
         for slot in slots:
             by_key[key(slot)].append(slot)
         for lane_key_, members in by_key.items():
-            unit.lanes.append(self._make_lane(unit, lane_key_, members, [slot.param for slot in members]))
+            unit.lanes.append(self._make_lane(unit, lane_key_, members, [value(slot) for slot in members]))
         unit.place_lanes()
         unit.free()  # at once: a model that only fits as slices must not pile up while it is packed
         self.units.append(unit)

@@ -1,0 +1,1 @@
+"""WHAT CHANGES: the plan of a running job, in memory."""
