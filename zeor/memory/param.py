@@ -262,9 +262,15 @@ def _take_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def when_accumulated(param: nn.Parameter, hook: Func) -> Any:
-    """Autograd's own hook, which `register_post_accumulate_grad_hook` of a sharded parameter is not."""
+    """Autograd's own hook, which `register_post_accumulate_grad_hook` of a sharded parameter is not. torch refuses one
+    on a parameter that is frozen now, and keeps those of one that is frozen later."""
     with _native():
-        return Tensor.register_post_accumulate_grad_hook(param, hook)
+        trains = param.requires_grad
+        Tensor.requires_grad_(param, True)
+        try:
+            return Tensor.register_post_accumulate_grad_hook(param, hook)
+        finally:
+            Tensor.requires_grad_(param, trains)
 
 
 def is_sharded(param: Any) -> bool:

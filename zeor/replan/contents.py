@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +60,9 @@ class Had:
             if slot not in engine.unfilled.slots:
                 self._add_param(slot)
         for number, stepper in enumerate(steppers):
+            owned = stepper.owners.owned if stepper.owners.cut else {}
             for kept in stepper.state.by_param():
-                self._add_state(number, kept)
+                self._add_state(number, kept, id(kept.slot.param) in owned)
         for average in averages:
             self._add_average(average)
 
@@ -74,18 +75,20 @@ class Had:
                 read = functools.partial(_exact, lane, segment)
                 self.tensors[PARAM, slot.name] = Have(dtype, slot.shape, _fine(slot, own), own, read)
 
-    def _add_state(self, number: int, kept: KeptOf) -> None:
+    def _add_state(self, number: int, kept: KeptOf, owned: bool) -> None:
+        """`owned`: one rank of those that share the update keeps all of it."""
         slot = kept.slot
         for piece in kept.pieces():
             value, what = piece.value, (_role(number, piece.key), slot.name)
             if piece.begin is not None:
                 own = [Range(piece.begin, piece.begin + value.numel())]
                 read = functools.partial(self._of_state, kept, piece.key, piece.begin)
-                self.tensors[what] = Have(value.dtype, slot.shape, _fine(slot, own), own, read)
+                sends = _whole(slot, own) if owned else _fine(slot, own)
+                self.tensors[what] = Have(value.dtype, slot.shape, sends, own, read)
             elif isinstance(value, Tensor) and value.dim() > 0:
                 own = [Range(0, value.numel())]
                 read = functools.partial(self._of_state, kept, piece.key, 0)
-                self.tensors[what] = Have(value.dtype, tuple(value.shape), own if _is_first(slot) else [], own, read)
+                self.tensors[what] = Have(value.dtype, tuple(value.shape), _whole(slot, own), own, read)
             else:
                 small = plain.encode(value, f"{piece.key} of {slot.name!r}")
                 self.small.append([number, slot.name, list(piece.key), small])
@@ -123,10 +126,10 @@ def _fine(slot: Slot, own: Ranges) -> Ranges:
     return common(own, [Range(s.start, s.start + s.numel) for s in segments])
 
 
-def _is_first(slot: Slot) -> bool:
-    """Whether this rank is the first of those that keep the same state."""
+def _whole(slot: Slot, own: Ranges) -> Ranges:
+    """All of it, if this rank is the first of those that keep the same."""
     cut = slot.lane.spec.table.cut("update")
-    return all(axis in cut or place == 0 for axis, place in enumerate(slot.lane.axes.coords))
+    return own if all(axis in cut or place == 0 for axis, place in enumerate(slot.lane.axes.coords)) else []
 
 
 def _exact(lane: Lane, segment: Segment, begin: int, end: int) -> Tensor:
@@ -275,25 +278,22 @@ def _to_piece(
 
 
 def to_be_moved(axis: Axis, known: Everything, had: Had, wants: Wants) -> list[Moved]:
-    """Every tensor, in one order, with what each rank lacks of it."""
+    """Every tensor, in one order, with what each rank lacks of it and how much it wants."""
     numbers = {what: number for number, what in enumerate(known.tensors)}
-    lacks = {
-        what: without([each.range for each in wanted], had.tensors[what].own if what in had.tensors else ())
-        for what, wanted in wants.wanted.items()
-    }
-    mine = [[numbers[what], ranges] for what, ranges in lacks.items() if ranges]
+    mine = []
+    for what, wanted in wants.wanted.items():
+        ranges = [each.range for each in wanted]
+        own = had.tensors[what].own if what in had.tensors else ()
+        mine.append([numbers[what], sum(each.numel for each in ranges), without(ranges, own)])
     rows = exchange(axis, mine, "exchange about what ranks want of a run")
     first = axis.rank if axis.fake else 0
-    by_rank: list[dict[int, Ranges]] = [{} for _ in range(axis.size)]
-    for rank, row in enumerate(rows, first):
-        by_rank[rank] = {number: [Range(*each) for each in ranges] for number, ranges in row}
-    return list(_moved(known, had, wants, by_rank))
-
-
-def _moved(known: Everything, had: Had, wants: Wants, by_rank: Sequence[Mapping[int, Ranges]]) -> Iterator[Moved]:
-    for number, (what, told) in enumerate(known.tensors.items()):
+    moved = []
+    for what, told in known.tensors.items():
         have = had.tensors.get(what)
-        yield Moved(
-            told.dtype, told.has, [of.get(number, ()) for of in by_rank], have.own if have else (),
-            have.read if have else None, wants.wanted.get(what, []),
-        )  # fmt: skip
+        own, read = (have.own, have.read) if have else ((), None)
+        moved.append(Moved(told.dtype, told.has, [()] * axis.size, 0, own, read, wants.wanted.get(what, [])))
+    for rank, row in enumerate(rows, first):
+        for number, numel, ranges in row:
+            moved[number].wants[rank] = [Range(*each) for each in ranges]
+            moved[number].most_numel = max(moved[number].most_numel, numel)
+    return moved

@@ -40,19 +40,21 @@ class Wanted:
 
 @dataclass
 class Moved:
-    """One flat tensor. `has`, `wants`: by rank; each element is sent by one rank. `own`: what this rank need not be
-    sent, and `read(begin, end)` of it; a sender reads too."""
+    """One flat tensor. `has`, `wants`: by rank what it sends, and what it is to be sent; each element is sent by one
+    rank. `most_numel`: on the rank that wants the most, what it has included. `own`: what this rank need not be sent,
+    and `read(begin, end)` of it; a sender reads too."""
 
     dtype: torch.dtype
     has: Sequence[Ranges]
-    wants: Sequence[Ranges] = ()
+    wants: list[Ranges]
+    most_numel: int = 0
     own: Ranges = ()
     read: Callable[[int, int], Tensor] | None = None
     wanted: list[Wanted] = field(default_factory=list)
 
-    def wanted_nbytes(self) -> int:
-        """On the rank that wants the most."""
-        return max((sum(each.numel for each in ranges) for ranges in self.wants), default=0) * self.dtype.itemsize
+    @property
+    def most_nbytes(self) -> int:
+        return self.most_numel * self.dtype.itemsize
 
 
 class Mover:
@@ -117,11 +119,11 @@ def _groups(tensors: Sequence[Moved]) -> Iterator[list[Moved]]:
     group: list[Moved] = []
     nbytes = 0
     for each in tensors:
-        if group and nbytes + each.wanted_nbytes() > GROUP_NBYTES:
+        if group and nbytes + each.most_nbytes > GROUP_NBYTES:
             yield group
             group, nbytes = [], 0
         group.append(each)
-        nbytes += each.wanted_nbytes()
+        nbytes += each.most_nbytes
     if group:
         yield group
 
