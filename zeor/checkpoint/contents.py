@@ -163,13 +163,17 @@ def add_optimizer(
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
     with_state: set[str] = set()
+    owned = stepper.owners.owned if stepper.owners.cut else {}
     for piece in stepper.state.pieces():
         slot = by_name[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
         with_state.add(name)
         keys[role] = list(piece.key)
-        if piece.begin is not None:
+        if piece.begin is not None and id(slot.param) not in owned:
             _add_elements(contents, (role, name), slot, piece)
+        elif piece.begin is not None:  # its owner has all of it, in each set of ranks that share the update
+            if _writes_wholes(slot.lane):
+                contents.add_whole((role, name), piece.value.view(slot.shape))
         elif isinstance(piece.value, Tensor) and piece.value.dim() > 0:
             if _writes_wholes(slot.lane):
                 contents.add_whole((role, name), piece.value)
