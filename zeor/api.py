@@ -429,7 +429,9 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:
-    """Bytes this rank sent and collectives it took part in since shard(), by verb, and by axis of the mesh and verb."""
+    """Bytes this rank sent and collectives it took part in since shard(), by verb, and by axis of the mesh and verb:
+    in all, and of the `last_step`. `seconds_by_axis`, of what zeor.trace or a profiler has listened to: how long they
+    were under way, hidden by computation, and exposed (this rank stood still), by the host's clock."""
     return _state(model).engine.axes.everyone.traffic.summary()
 
 

@@ -117,7 +117,7 @@ def _complete(bar: Bar, rank: int, tid: int, clock: Clock) -> dict[str, Any]:
     if record.kind in (ACTION, MOVE):
         args["bytes"] = record.nbytes
     if record.where:
-        args["axis" if record.kind == MOVE else "tier"] = record.where
+        args["axis" if record.kind in (MOVE, WAIT) else "tier"] = record.where
     if record.label:
         args["label"] = record.label
     if not record.end:

@@ -67,7 +67,7 @@ class Record:
     kind    action: of the schedule, while the host carries it out. move: a collective, from its issue until somebody
             has waited for it. wait: time in which nothing else could go on. pass: forward or backward of a unit, a step
     nbytes  of an action the size of what it is done to; of a move what this rank sends
-    where   the tier of an action, the axis of a move
+    where   the tier of an action, the axis of a move or of a wait for one
     label   what a move or a wait is for, in words
     marks   places in the device's streams, where there is one
     live    transient bytes by kind when an action ends
@@ -106,20 +106,53 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.sent_nbytes: Counter[tuple[str, str]] = Counter()  # by axis and verb
+        self.steps = 0
+        self._last: Counter[tuple[str, str]] = Counter()  # sent by the last step
+        self._before: Counter[tuple[str, str]] = Counter()  # sent when it began
+        self._ns: Counter[tuple[str, str, str]] = Counter()  # by axis, verb and kind of record
+
+    def end_step(self) -> None:
+        """What is sent from here on belongs to the next step."""
+        self.steps += 1
+        self._last, self._before = self.sent_nbytes - self._before, self.sent_nbytes.copy()
+
+    def took(self, record: Record) -> None:
+        """A move or a wait that was listened to is over."""
+        if record.where:
+            self._ns[record.where, record.verb, record.kind] += record.end - record.begin
+
+    def seconds(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Of what was listened to, by axis and verb: from the issue until somebody had waited, the part in which this
+        rank stood still, and the rest, which computation has hidden. By the host's clock."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for axis, verb in {(axis, verb): None for axis, verb, _ in self._ns}:
+            moved, waited = self._ns[axis, verb, MOVE] / 1e9, self._ns[axis, verb, WAIT] / 1e9
+            times = {"under_way": moved, "exposed": waited, "hidden": max(moved - waited, 0.0)}
+            found.setdefault(axis, {})[verb] = times
+        return found
 
     def summary(self) -> dict[str, object]:
         verbs: Counter[str] = Counter()
-        axes: dict[str, dict[str, int]] = {}
-        for (axis, verb), nbytes in self.sent_nbytes.items():
+        for (_, verb), nbytes in self.sent_nbytes.items():
             verbs[verb] += nbytes
-            axes.setdefault(axis, {})[verb] = nbytes
+        axes = _by_axis(self.sent_nbytes)
         return {
             "bytes_sent": sum(verbs.values()),
             "collectives": sum(self.calls.values()),
             "calls": dict(self.calls),
             "bytes_by_verb": dict(verbs),
             "bytes_by_axis": axes,
+            "steps": self.steps,
+            "last_step": _by_axis(self._last),
+            "seconds_by_axis": self.seconds(),
         }
+
+
+def _by_axis(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (axis, verb), nbytes in counts.items():
+        found.setdefault(axis, {})[verb] = nbytes
+    return found
 
 
 class Observer:
@@ -220,16 +253,18 @@ class Observer:
         self._start(record)
         return record
 
-    def waits(self, verb: str, label: str) -> Record:
-        """From here on whoever computes waits for it."""
+    def waits(self, verb: str, label: str, axis: str = "") -> Record:
+        """From here on whoever computes waits for it; `axis`: of a collective."""
         record = Record(WAIT, verb, self.step)
         self._of(record, label)
+        record.where = axis
         self._start(record)
         return record
 
     def arrived(self, record: Record) -> None:
         """A move, or a wait, is over."""
         self._stop(record)
+        self.traffic.took(record)
 
     @staticmethod
     def _of(record: Record, label: str) -> None:

@@ -134,7 +134,7 @@ class Move:
         """None where the host has nothing to wait for; on an accelerator only its stream can tell."""
         if not self._axis.observer.on or (self._axis.device.type == "cpu" and self._done()):
             return None
-        return self._axis.observer.waits(record.verb, self._label)
+        return self._axis.observer.waits(record.verb, self._label, self._axis.name)
 
     def _end_wait(self, record: Record, waited: Record | None) -> None:
         if waited is not None:
@@ -207,7 +207,7 @@ _asked: weakref.WeakKeyDictionary[Any, Future[Move]] = weakref.WeakKeyDictionary
 
 
 def _in_turn(axis: Axis, label: str, turn: Future[Move]) -> Move:
-    waited = axis.observer.waits("gather", label) if axis.observer.on and not turn.done() else None
+    waited = axis.observer.waits("gather", label, axis.name) if axis.observer.on and not turn.done() else None
     try:
         return turn.result()
     finally:
@@ -414,7 +414,7 @@ def agree_later(axis: Axis, values: Tensor, label: str) -> Callable[[], Tensor]:
 def _exchanged(axis: Axis, label: str, record: Record | None, exchange: Callable[[], Tensor]) -> Tensor:
     """What the host waits for."""
     finish_meeting(axis)
-    waited = None if record is None else axis.observer.waits(record.verb, label)
+    waited = None if record is None else axis.observer.waits(record.verb, label, axis.name)
     try:
         return exchange()
     except RuntimeError as error:

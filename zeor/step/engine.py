@@ -303,6 +303,7 @@ class Engine:
             self.lent.refill()
         self.ledger.sweep()
         self.observer.step = self.axes.everyone.steps
+        self.observer.traffic.end_step()
         if self.observer.on:
             self.observer.close()
             self.observer.count()

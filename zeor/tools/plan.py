@@ -5,6 +5,7 @@
     zeor plan --precision bf16 --moments int8 --release --fits 24 40 80  # host GiB that each model needs beside a GPU
     zeor plan --size 7b --gpu H100 --ranks 64 --batch 4 2048   # the fastest plan that fits (choose.py)
     zeor schedule                                              # the actions of one training step, unit by unit
+    zeor schedule --ranks 4 --hierarchy 2                      # on two axes; what is sent along each
     zeor schedule --record                                     # and what a step on CPU ranks did, beside it
 
 Nothing is allocated: the model is built on the meta device, its shapes are read, and forward and backward run without
@@ -15,6 +16,8 @@ step/schedule.py, whose schedule is data.
 from __future__ import annotations
 
 import argparse
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,19 +25,24 @@ import torch
 from torch import nn
 
 import zeor
+from zeor.comm.links import Link
+from zeor.comm.meshes import GPU, NODE, stages_of
+from zeor.comm.observe import in_words
 from zeor.memory.roles import Sizes
 from zeor.model.discover import find_units
 from zeor.optim.streaming.moments import MOMENTS
 from zeor.plan import Plan
 from zeor.planner.automatic import OverBudgetError
 from zeor.planner.bytes import beside
+from zeor.planner.machine import Along
+from zeor.planner.network import moves_of
 from zeor.spec.keys import small_numel
-from zeor.spec.lane_spec import spec_units
+from zeor.spec.lane_spec import LaneSpec, spec_units
 from zeor.spec.places import Places
 from zeor.step.schedule import Schedule, traits_of
 from zeor.tools import choose
 from zeor.tools.gpt import GPT, GPTConfig
-from zeor.tools.record import recorded
+from zeor.tools.record import Run, recorded
 from zeor.tools.show import common_unit, in_unit, paragraph, table
 
 ROLES = ("compute", "grad", "master", "moments")
@@ -242,18 +250,56 @@ def _fits(options: argparse.Namespace) -> int:
 
 def one_step(model: nn.Module, world: int, stage: int, prefetch: int = 1) -> Schedule:
     """The schedule of the first step, whose order of units is that of registration."""
-    plan = Plan.parse({"stage": stage, "prefetch": prefetch})
-    units = find_units(model, None, small_numel(plan, world))
-    lanes = spec_units(units, plan, Sizes(world), Places(plan, torch.device("cpu")))
+    return planned_step(model, Sizes(world), stage, prefetch)[0]
+
+
+def planned_step(
+    model: nn.Module, sizes: Sizes, stage: int, prefetch: int, hierarchy: int | None = None
+) -> tuple[Schedule, dict[tuple[str, str], int]]:
+    """The schedule, and the bytes that a rank sends in it, by axis and verb."""
+    inside, across = stages_of(stage, None, hierarchy)
+    plan = Plan.parse({"stage": inside, "across": across, "prefetch": prefetch})
+    units = find_units(model, None, small_numel(plan, math.prod(sizes)))
+    lanes = spec_units(units, plan, sizes, Places(plan, torch.device("cpu")))
     traits = tuple(traits_of(unit.name, found) for unit, found in zip(units, lanes))
     forward = tuple(range(len(traits)))
-    return Schedule(traits, forward, forward[::-1], plan)
+    schedule = Schedule(traits, forward, forward[::-1], plan)
+    return schedule, sent_in(schedule, [[spec for spec, _ in found] for found in lanes], sizes)
+
+
+def sent_in(schedule: Schedule, lanes: Sequence[Sequence[LaneSpec]], sizes: Sizes) -> dict[tuple[str, str], int]:
+    """What the actions of a step send, leg by leg."""
+    link = Link(1.0, 0.0)  # bytes are asked for, not seconds
+    axes: list[Along] = [(GPU, sizes.inside, link), (NODE, sizes.across, link)]
+    if sizes.across == 1:
+        axes = [("ranks", sizes.inside, link)]
+    found: Counter[tuple[str, str]] = Counter()
+    for _, _, actions in schedule.rows:
+        for action in actions:
+            if action.lane is not None and action.verb in ("gather", "reduce", "publish"):
+                moves = moves_of(lanes[action.unit][action.lane], axes)
+                for verb in ("reduce", "spread") if action.verb == "reduce" else (action.verb,):
+                    for cost in getattr(moves, verb):
+                        of = sizes.inside if cost.axis == NODE else 1  # there a cost is that of the whole host
+                        found[cost.axis, "reduce" if verb == "reduce" else "gather"] += round(cost.nbytes / of)
+    return dict(found)
+
+
+def sizes_of(ranks: int, hierarchy: int | None) -> Sizes:
+    """ValueError where ranks do not stand on two axes so."""
+    if hierarchy is None:
+        return Sizes(ranks)
+    if hierarchy < 1 or ranks % hierarchy:
+        raise ValueError(f"--hierarchy {hierarchy} ranks per node do not divide {ranks}; give a number that does.")
+    return Sizes(hierarchy, ranks // hierarchy)
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_arguments(parser)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: %(default)s")
+    nodes = "ranks per node; stage 3 then cuts parameters inside a node"
+    parser.add_argument("--hierarchy", type=int, metavar="N", help=nodes)
     units = "units gathered ahead (default: %(default)s)"
     parser.add_argument("--prefetch", type=int, default=1, metavar="N", help=units)
     ran = "run a few steps on so many CPU ranks, and print what was done beside it"
@@ -264,10 +310,13 @@ def run_schedule(options: argparse.Namespace) -> int:
     config = chosen_size(options)
     model = meta_model(config)
     try:
+        sizes = sizes_of(options.ranks, options.hierarchy)
         if options.record:
-            print(recorded(config, options.ranks, options.stage, options.prefetch))
+            print(recorded(config, options.ranks, Run(options.stage, options.prefetch, options.hierarchy)))
         else:
-            print(one_step(model, options.ranks, options.stage, options.prefetch))
+            schedule, sent = planned_step(model, sizes, options.stage, options.prefetch, options.hierarchy)
+            rows = [[axis, verb, in_words(nbytes).strip()] for (axis, verb), nbytes in sorted(sent.items()) if nbytes]
+            print(schedule, "", table(["axis", "verb", "sent per step and rank"], rows), sep="\n")
     except ValueError as error:
         raise SystemExit(f"zeor: {error}") from None
     return 0

@@ -7,6 +7,7 @@ lists, with when it began, how long the host took for it and the bytes it concer
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +22,17 @@ MOST_NUMEL = 200_000_000
 _STEPS, _SEQUENCES, _MOST_TOKENS = 3, 2, 64
 
 
-def recorded(config: GPTConfig, ranks: int, stage: int, prefetch: int) -> str:
-    """The table of rank 0. ValueError where the model is too large to be trained beside a schedule."""
+class Run(NamedTuple):
+    """How the model is sharded. `hierarchy`: ranks per node, or None."""
+
+    stage: int
+    prefetch: int
+    hierarchy: int | None = None
+
+
+def recorded(config: GPTConfig, ranks: int, run: Run) -> str:
+    """The tables of rank 0: actions, and what was sent along each axis. ValueError where the model is too large to be
+    trained beside a schedule."""
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(config).parameters())
     if numel > MOST_NUMEL:
@@ -30,20 +40,22 @@ def recorded(config: GPTConfig, ranks: int, stage: int, prefetch: int) -> str:
             f"--record trains the model on this host's CPU, and {numel:,} parameters are too many for that; choose a "
             f"size of at most {MOST_NUMEL:,}."
         )
-    found: str = zeor.launch(_train, config, stage, prefetch, ranks=ranks)[0]
+    found: str = zeor.launch(_train, config, run, ranks=ranks)[0]
     return found
 
 
-def _train(config: GPTConfig, stage: int, prefetch: int) -> str:
+def _train(config: GPTConfig, run: Run) -> str:
     torch.manual_seed(0)
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters())
-    zeor.shard(model, optimizer, stage=stage, prefetch=prefetch, device="cpu")
+    zeor.shard(model, optimizer, **run._asdict(), device="cpu")
     engine = state_of(model).engine
     names = [unit.name for unit in engine.units]
     torch.manual_seed(engine.axes.everyone.rank)
     tokens = torch.randint(config.vocab, (_SEQUENCES, min(config.context, _MOST_TOKENS)))
+    seconds: list[Any] = []
     for _ in range(_STEPS):
+        seconds.append(engine.observer.traffic.seconds())
         with engine.observer.listening(torch.device("cpu")) as records:
             model(tokens).float().logsumexp(-1).mean().backward()
             optimizer.step()
@@ -61,7 +73,19 @@ def _train(config: GPTConfig, stage: int, prefetch: int) -> str:
         at, took = ((each - first) / 1e6 for each, first in ((record.begin, begun), (record.end, record.begin)))
         shown = done if done == wanted else f"! {done}"
         lines.append([wanted or "-", shown, f"{at:.3f}", f"{took:.3f}", in_words(record.nbytes).strip()])
-    return str(table(["planned", "recorded", "ms", "took", "bytes"], lines))
+    told = str(table(["planned", "recorded", "ms", "took", "bytes"], lines))
+    return f"{told}\n\n{_by_axis(zeor.traffic(model), seconds[-1])}"
+
+
+def _by_axis(traffic: dict[str, Any], before: dict[str, Any]) -> str:
+    """What the last step sent along each axis, and how long that took. `before`: seconds of the steps before it."""
+    rows = []
+    for axis, verbs in sorted(traffic["last_step"].items()):
+        for verb, nbytes in sorted(verbs.items()):
+            now, then = (each.get(axis, {}).get(verb, {}) for each in (traffic["seconds_by_axis"], before))
+            times = [f"{1e3 * (now.get(k, 0.0) - then.get(k, 0.0)):.3f}" for k in ("under_way", "hidden", "exposed")]
+            rows.append([axis, verb, in_words(nbytes).strip(), *times])
+    return str(table(["axis", "verb", "sent", "ms", "hidden", "exposed"], rows))
 
 
 def _named(action: Action, names: list[str]) -> str:
