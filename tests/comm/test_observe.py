@@ -26,7 +26,7 @@ def test_nobody_listens_and_only_what_was_sent_is_counted() -> None:
     assert [observer.sent("gather", nbytes, "a gather", "shard") for nbytes in (100, 20)] == [None, None]
     assert observer.traffic.summary() == {
         "bytes_sent": 120, "collectives": 2, "calls": {"gather": 2}, "bytes_by_verb": {"gather": 120},
-        "bytes_by_axis": {"shard": {"gather": 120}},
+        "bytes_by_axis": {"shard": {"gather": 120}}, "steps": 0, "last_step": {}, "seconds_by_axis": {},
     }  # fmt: skip
     assert observer.records is None and observer.counts == []
 
