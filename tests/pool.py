@@ -71,7 +71,9 @@ def worker_main(rank: int, conn_fd: int, stacks_fd: int, store_port: int) -> Non
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     torch.set_num_threads(1)
-    dist.isend, dist.irecv = _counted(dist.isend), _counted(dist.irecv)
+    for name in ("isend", "irecv"):  # in both places: batches of messages compare the two
+        setattr(dist, name, _counted(getattr(dist, name)))
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
     conn = Connection(conn_fd)
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, tasks), daemon=True).start()

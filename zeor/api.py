@@ -16,7 +16,7 @@ from zeor.access import full, meta
 from zeor.access.initialise import init_parameters
 from zeor.access.meta import on_meta
 from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
-from zeor.access.sharded import Sharded
+from zeor.access.sharded import Sharded, note_stages, stage_of
 from zeor.access.sharded import state_of as _state
 from zeor.access.stream import iter_full
 from zeor.access.trace import trace
@@ -26,7 +26,7 @@ from zeor.comm.agree import same_everywhere
 from zeor.comm.attendance import attend
 from zeor.comm.axes import Axes, make_axis
 from zeor.comm.launch.world import ensure_process_group
-from zeor.comm.meshes import make_axes
+from zeor.comm.meshes import make_axes, mesh
 from zeor.data.loader import follow
 from zeor.features import fp8, module_buffers, plain_grads
 from zeor.features.build import Builder
@@ -37,6 +37,7 @@ from zeor.features.join import join
 from zeor.features.mean_loss import mean_loss
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.penalty import penalty
+from zeor.features.pipeline import pipeline
 from zeor.features.recompute import find_wanted
 from zeor.features.release import Release
 from zeor.features.totals import total
@@ -172,7 +173,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     find_wanted(model, plan.recompute)
     if plan.compile is not False:
         check_options(plan.compile)
-    entries = find_entries(model, plan.methods)
+    entries = find_entries(model, (*_stage_methods(model), *plan.methods))
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
@@ -196,6 +197,8 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     state = Sharded(engine, hooks, asked)
     engine.feature(Freezing).watch(state.hooks)
     vars(model)[_ATTRIBUTE] = state
+    if isinstance(model, nn.ModuleList):
+        note_stages(model)
     watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
@@ -204,6 +207,11 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     if linears is not None and axes.everyone.rank == 0:
         linears.tell()
     return model if optimizer is None else (model, optimizer)
+
+
+def _stage_methods(model: nn.Module) -> list[str]:
+    """An nn.ModuleList has no forward: its modules are stages of a pipeline, and each is called by itself."""
+    return [f"{name}.forward" for name, _ in model.named_children()] if isinstance(model, nn.ModuleList) else []
 
 
 _DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
@@ -376,10 +384,16 @@ def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most max_norm; returns the norm before. The same on
-    every rank and, in bits, at every stage. torch.nn.utils.clip_grad_norm_ works too."""
-    engine = _state(model).engine
+    every rank and, in bits, at every stage. torch.nn.utils.clip_grad_norm_ works too.
+
+    Of a stage of a pipeline: the norm of all stages, and all stages of this rank are scaled. (Stock clipping would take
+    each stage's own norm.)"""
+    state = stage_of(model)[0]
+    engine, pipes = state.engine, state.pipeline
     slots = [s for s in engine.slots if s.lane.grads is not None and s.lane.grads.has[s.index]]
-    total = engine.norms.total(slots, float(norm_type))
+    if pipes is not None:
+        slots = pipes.slots()
+    total = engine.norms.total(slots, float(norm_type)) if pipes is None else pipes.norm(float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; pass "
@@ -436,8 +450,10 @@ def traffic(model: nn.Module) -> dict[str, Any]:
 
 
 def report(model: nn.Module) -> dict[str, int]:
-    """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top."""
-    state = _state(model)
+    """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top. Of a stage
+    of a pipeline also the most of what a step keeps at full size: partial gradients that wait for their reduce, and
+    parameters that are held."""
+    state = stage_of(model)[0]
     measured = state.engine.nbytes()
     moments = sum(stepper.state.moments_nbytes() for stepper in state.steppers)
     padding = sum(
@@ -448,11 +464,14 @@ def report(model: nn.Module) -> dict[str, int]:
     roles = {role: measured.get(role, 0) for role in ("compute", "grad", "master")}
     if state.averages:
         roles["ema"] = sum(average.nbytes() for average in state.averages)
+    if state.pipeline is not None:
+        peaks = state.engine.ledger.peaks
+        roles |= {"partial": peaks.get("partial", 0), "held": peaks.get("compute", 0)}
     return {**roles, "moments": moments, "padding": padding, "transient_peak": state.engine.ledger.peak_nbytes}
 
 
 __all__ = [
     "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters",
-    "iter_full", "join", "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard",
-    "sync_buffers", "total", "trace", "traffic", "unshard",
+    "iter_full", "join", "load_pretrained", "mean_loss", "mesh", "no_sync", "on_meta", "penalty", "pipeline", "predict",
+    "report", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

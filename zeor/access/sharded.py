@@ -24,6 +24,7 @@ class Sharded:
         self.asked = asked  # what the user gave zeor.shard: see planner/asked.py
         self.steppers: list[Any] = []
         self.shown = False  # inside full_params
+        self.pipeline: Any = None  # the one its stages are in: see features/pipeline.py
         self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # see optim/ema.py
         self.averages_made = 0
 
@@ -37,6 +38,27 @@ class Sharded:
 
 # Kept on the model itself, so that model and engine go together when the user lets go of them.
 ATTRIBUTE = "_zeor_sharded"
+
+
+# Stages of a pipeline that were sharded together, as an nn.ModuleList: each with the list.
+_lists: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def note_stages(model: nn.Module) -> None:
+    """The modules of an nn.ModuleList that has just been sharded: each is used by itself."""
+    for stage in model.children():
+        _lists[stage] = weakref.ref(model)
+
+
+def stage_of(module: nn.Module) -> tuple[Sharded, str]:
+    """The state behind a stage of a pipeline, and the name of its entry: "" where it was sharded by itself."""
+    if vars(module).get(ATTRIBUTE) is None and module in _lists:
+        model = _lists[module]()
+        state = None if model is None else vars(model).get(ATTRIBUTE)
+        names = [] if model is None else [name for name, child in model.named_children() if child is module]
+        if state is not None and names:
+            return state, f"{names[0]}.forward"
+    return state_of(module), ""
 
 
 def state_of(model: nn.Module) -> Sharded:

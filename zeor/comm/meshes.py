@@ -7,6 +7,7 @@ is made: those that disagree would wait for each other.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from zeor.comm.agree import exchange, same_everywhere
 from zeor.comm.axes import Axes, Axis, control_axis, group_of, make_axis
+from zeor.comm.launch.world import ensure_process_group
+from zeor.memory.device import default_device
 from zeor.plan import Stages, nearest
 
 NODE, GPU = "node", "gpu"  # the axes of a hierarchy
@@ -87,6 +90,39 @@ def _check_ascends(table: Table) -> None:
                 f"The ranks of the mesh, {table}, do not ascend along both dimensions; make it by "
                 "torch.distributed.init_device_mesh, or give ranks in ascending order."
             )
+
+
+# ---- a mesh of all ranks
+
+
+def mesh(device: Any = None, timeout: float = 600.0, **sizes: int) -> Any:
+    """A DeviceMesh of all ranks by names and sizes, outermost first: `zeor.mesh(pp=2, dp=4)`, whose parts are
+    `mesh["pp"]` and `mesh["dp"]`. One size may be -1: what is left. Joins the process group where nobody has."""
+    where = default_device() if device is None else torch.device(device)
+    ensure_process_group(where, timeout)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    found = _sizes_of(sizes, world)
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "zeor.mesh needs a process group, and this process is alone; start it with torchrun --nproc-per-node, or "
+            "call torch.distributed.init_process_group first."
+        )
+    made: Any = dist.device_mesh.init_device_mesh(where.type, tuple(found.values()), mesh_dim_names=tuple(found))
+    return made
+
+
+def _sizes_of(sizes: Mapping[str, Any], world: int) -> dict[str, int]:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"zeor.mesh: {name}={size!r}; give how many ranks it has, or -1 for what is left.")
+    left = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if not sizes or len(left) > 1:
+        raise ValueError("zeor.mesh needs sizes by name, of which at most one is -1: zeor.mesh(pp=2, dp=-1).")
+    if world % known if left else world != known:
+        told = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"zeor.mesh: {told} does not make the {world} rank(s) there are; change a size, or give -1.")
+    return {name: world // known if size == -1 else size for name, size in sizes.items()}
 
 
 # ---- which ranks are neighbours

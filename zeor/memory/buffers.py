@@ -47,6 +47,7 @@ class Ledger:
         self.live: dict[str, int] = {}
         self.live_nbytes = 0
         self.peak_nbytes = 0
+        self.peaks: dict[str, int] = {}  # the most of each kind
         self._idle: list[Tensor] = []  # see Note [Idle blocks]
         self._blocks: dict[int, Tensor] = {}  # handed out, by address
         self._reused: dict[Tensor, tuple[int, int]] = {}  # by block: its storage, and how often that is held while idle
@@ -56,13 +57,14 @@ class Ledger:
         self.live[kind] = self.live.get(kind, 0) + nbytes
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self.peaks[kind] = max(self.peaks.get(kind, 0), self.live[kind])
 
     def drop(self, kind: str, nbytes: int) -> None:
         self.add(kind, -nbytes)
         assert self.live[kind] >= 0, f"{kind}: freed twice"
 
     def reset_peak(self) -> None:
-        self.peak_nbytes = self.live_nbytes
+        self.peak_nbytes, self.peaks = self.live_nbytes, dict(self.live)
 
     def sweep(self) -> None:
         """Give back what nobody looks at any more: see Note [Lent]."""

@@ -39,7 +39,7 @@ from zeor.planner.trace import Trace, Workload, trace
 from zeor.spec.keys import small_numel
 
 _OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile")
-_LOOP = ("accumulation", "sums_each", "gpu", "link", "clip")
+_LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline")
 _OPTIONS = ("units", "hierarchy", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_OF_PLAN)
 CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
 _ENDLESS = 1 << 60
@@ -60,7 +60,8 @@ class Prediction:
     holds in reserve. `host_peak`: what the process grows by after torch was imported and the device first used, pinned
     memory and libraries that training loads included (zeor/planner/peaks.py). Both are meant never to be under.
 
-    `accumulated`: gradients summed over micro-batches in fp32, on top of the others. `kept`: of recompute="auto", how
+    `accumulated`: gradients summed over micro-batches in fp32, on top of the others. `held`: full parameters that a
+    stage of a pipeline keeps through a step. `kept`: of recompute="auto", how
     many of a pass's calls keep their activations. `time`: seconds of a step, where gpu= and a batch were given.
     """
 
@@ -80,6 +81,7 @@ class Prediction:
     host_peak: int = 0
     accumulated: int = 0
     kept: int = 0
+    held: int = 0
     time: StepTime | None = None
 
     @property
@@ -117,6 +119,9 @@ def predict(
     accumulation=k: a step of k micro-batches of this size, summed whole in fp32 by zeor.no_sync (4 bytes for each
     parameter on every rank), or with sums_each=True each reduced and added to slices.
 
+    pipeline="step" or "action": the model is one stage of a pipeline, run with this keep= (zeor.pipeline); gradients
+    are summed whole, unless sums_each=True stands for its reduce="action". Activations are those of one micro-batch.
+
     gpu="H100", "80GiB" or a zeor.Machine says what it runs on: then recompute="auto" keeps as many activations as fit
     (else all is counted as computed again), and with a batch `time` says how long a step takes. link=: as zeor.choose
     takes it. clip=False: the loop computes no norm.
@@ -136,6 +141,8 @@ def predict(
     native = bool(options.get("native_reduce", machine is not None and machine.native))
     known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop))
     found = predicted(known, None if machine is None else limit_nbytes(machine))
+    if options.get("pipeline") == "step":
+        found = found._replace(prediction=_holding(found.prediction, found.model))
     if machine is None or not known.trace.works.forward:
         return found.prediction
     clip = bool(options.get("clip", True))
@@ -163,7 +170,10 @@ class Loop(NamedTuple):
         count = options.get("accumulation", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"accumulation={count!r}; give how many micro-batches a step has: 1, 2, 3, ...")
-        return Loop(count, bool(options.get("sums_each", False)))
+        pipeline = options.get("pipeline")
+        if pipeline not in (None, "step", "action"):
+            raise ValueError(f"pipeline={pipeline!r} is not known; give zeor.pipeline's keep=: 'step' or 'action'.")
+        return Loop(count if pipeline is None else max(count, 2), bool(options.get("sums_each", False)))
 
 
 def kind_of(optimizers: Sequence[Optimizer]) -> str | int:
@@ -288,6 +298,12 @@ class Source:
             plain = self.trace(replace(setting.plan, recompute=False), units, sequences)
         part = fullest_part([lane for unit in lanes for lane in unit], setting.parts("update"))
         return Model(units, lanes, setting, part, found, self._buffers, plain)
+
+
+def _holding(found: Prediction, model: Model) -> Prediction:
+    """Every unit stays gathered through a step: see rule 7 in step/residency.py."""
+    held = sum(lane.layout.numel * lane.key.compute_dtype.itemsize for lane in model.flat if lane.frees)
+    return replace(found, held=held, device_peak=found.device_peak + held)
 
 
 def _prediction(model: Model) -> Prediction:

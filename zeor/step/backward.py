@@ -6,13 +6,15 @@ reduced when is the reducer's business (reduces.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeor.memory.param import take_grad
 from zeor.step import events
@@ -46,6 +48,10 @@ class Backward:
         self.extend(())
         self._demanded: list[Unit] = []  # by autograd itself, in this backward: see Note [What autograd saves]
         self._left: set[int] = set()  # units that this backward has put away
+        self._kind = orders.TRAIN  # of the forward whose schedule it follows
+        self._order = orders.BACKWARD  # the kind of its own order
+        self._divisor = 1.0  # of the new gradients, beside the number of ranks
+        self._spans = False  # it is not one call of autograd's engine
 
     def extend(self, extensions: Sequence[Extension]) -> None:
         self._checks = overriding(extensions, "check_backward")
@@ -68,7 +74,8 @@ class Backward:
         if unit.is_root and 0 in walk.entered:
             return
         walk.entered.append(unit.index)
-        passes.do(passes.schedule.at(sched.BACKWARD_ENTER, unit.index) or (Action("wait", unit.index),), walk)
+        actions = passes.schedule_of(self._kind).at(sched.BACKWARD_ENTER, unit.index)
+        passes.do(actions or (Action("wait", unit.index),), walk)
         if passes.observer.on:
             passes.observer.enter("backward", unit.place)
 
@@ -94,8 +101,40 @@ class Backward:
 
     def begin(self) -> None:
         """Once per backward, from its first event. The end is queued here too: see hooks.py."""
-        if self.running:
-            return
+        if not self.running:
+            end = functools.partial(self.end)
+            self._start(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @contextlib.contextmanager
+    def spanning(self, sync: bool, divisor: float = 1.0, kind: str = orders.TRAIN, order: str = "") -> Iterator[None]:
+        """One backward that is several calls of autograd's engine, or none: what a pipeline does with one micro-batch.
+        `sync`: what it brings, or what earlier ones have left, is reduced, and divided by `divisor` as well as by the
+        number of ranks. `kind`: of the forward it belongs to. `order`: the kind of order its units are gathered in."""
+        end = functools.partial(self.end)
+        before, self.sync = self.sync, sync
+        self._divisor, self._kind, self._order, self._spans = divisor, kind, order or orders.BACKWARD, True
+        try:
+            self._start(end)
+            yield
+            self.end()
+        finally:
+            self._end = None  # where this raised, the next event recovers
+            self.sync = before
+            self._divisor, self._kind, self._order, self._spans = 1.0, orders.TRAIN, orders.BACKWARD, False
+
+    def reduce(self, divisor: float) -> None:
+        """Reduce what earlier backwards have left unreduced, without a backward of autograd's. Nothing is gathered."""
+        with self._passes.gathers.pausing(), self.spanning(sync=True, divisor=divisor):
+            pass
+
+    def add(self, slot: Slot, grad: Tensor) -> None:
+        """Another gradient for a parameter, to be reduced with what is left unreduced."""
+        with self._passes.gathers.pausing(), self.spanning(sync=False):
+            self.take(slot, grad)
+
+    def _start(self, end: Callable[[], None]) -> None:
+        """A backward runs for as long as `end` lives."""
         self._borrowed.refuse("backward() was called")
         self.recover()
         self._passes.observer.look()
@@ -107,9 +146,7 @@ class Backward:
         for begin in self._begins:
             begin(said)
         self._announce(said)
-        end = functools.partial(self.end)
         self._end = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
         self._open(self.sync)
 
     def _announce(self, said: dict[str, Any]) -> None:
@@ -128,14 +165,15 @@ class Backward:
         self._sync = sync
         self._demanded, self._left = [], set()
         left, playing = bool(announcer.left), announcer.playing
-        order = passes.gathers.freed(passes.orders[orders.BACKWARD], (0, passes.residents.last))
-        keep_skipped = orders.BACKWARD not in passes.orders.learned and not playing
+        order = passes.gathers.freed(passes.orders[self._order], passes.residents.kept)
+        keep_skipped = self._order not in passes.orders.learned and not playing
         announces = left and not playing and (sync or passes.gathers.frees)
         before_ask = functools.partial(announcer.announce, events.AGREEMENT) if announces else None
         told_count = self._reducer.told_count if sync else 0
         self.walk = Walk(passes.gathers, order, keep_skipped, told_count, before_ask)
         # A rank that plays does not keep step with those that compute: nothing may be waited for.
-        self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, self._factor())
+        factor = self._factor() / self._divisor
+        self._reducer.begin(passes.orders[orders.REDUCE], passes.diverged or left, factor)
         self._norms.forget_all()
         for unit in passes.units:  # what the user still has is added to, the rest is forgotten
             for lane in unit.lanes:
@@ -221,8 +259,14 @@ class Backward:
         """Autograd has accumulated a parameter's gradient: take it."""
         self.begin()
         grad = take_grad(slot.param)
+        if grad is not None:
+            self.take(slot, grad)
+
+    @torch.no_grad()
+    def take(self, slot: Slot, grad: Tensor) -> None:
+        """A parameter's new gradient, from whoever computed it inside this backward."""
         grads = slot.lane.grads
-        if grad is None or grads is None:
+        if grads is None:
             return
         if self._plain:
             for saw in self._saw:
@@ -288,24 +332,28 @@ class Backward:
             reducer.end_unreduced()
         for there in self._there:
             there()
-        if told is not None:
-            self._learn(walk)
-            for ended in self._ends:
-                ended()
+        self._learn(walk, reduced=told is not None)
+        for ended in self._ends if told is not None else ():
+            ended()
         if passes.observer.on:
             passes.observer.count()
         if not self._announcer.playing:  # the ranks that compute announce what the user's hooks do
             for slot in reducer.had:
                 slot.grad_is_there()
 
-    def _learn(self, walk: Walk) -> None:
-        passes, reduced = self._passes, self._reducer.issued
-        if orders.BACKWARD not in passes.orders.learned and reduced:
-            if passes.units[0].is_root:
-                reduced = [*(unit for unit in reduced if unit != 0), 0]
-            passes.learn({orders.BACKWARD: walk.entered, orders.REDUCE: reduced})
-        else:
-            passes.extend(orders.BACKWARD, walk.extra)
+    def _learn(self, walk: Walk, reduced: bool) -> None:
+        """The orders that this backward showed: one that reduces, or a pipeline's, unless that gathers nothing."""
+        passes, issued = self._passes, self._reducer.issued
+        if passes.gathers.paused or not (reduced or self._spans):
+            return
+        if self._order in passes.orders.learned or not (issued or (self._spans and passes.gathers.frees)):
+            passes.extend(self._order, walk.extra)
+            return
+        found: dict[str, Sequence[int]] = {self._order: walk.entered}
+        if issued:
+            first = [0] if passes.units[0].is_root else []
+            found[orders.REDUCE] = [*(unit for unit in issued if unit not in first), *first]
+        passes.learn(found)
 
     def recover(self) -> None:
         """Before anything new: if the last backward raised, forget it. See Note [After an exception]."""
@@ -321,8 +369,12 @@ class Backward:
         self._passes.put_back()
         for unit in self._passes.units:
             unit.open_calls = unit.endless_calls = unit.hooked_calls = 0
+        self.abandon()
+        warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)
+
+    def abandon(self) -> None:
+        """All gradients are gone: what there is now cannot be told from what was there."""
         self._reducer.abandon()
         self._norms.forget_all()
         for abandon in self._abandon:
             abandon()
-        warnings.warn("zeor: a backward raised an exception, so all gradients were set to None.", stacklevel=2)

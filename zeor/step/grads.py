@@ -631,6 +631,14 @@ class GradLane:
             self._reduction.keep(self._sum.take_out())
         self._arrival.open_buffer()
 
+    def unreduced(self, param: int) -> Tensor:
+        """What backwards inside no_sync have summed of one parameter, flat; zeros where they brought nothing."""
+        partial = self._arrival.partial
+        begin, numel = self._layout.offsets[param], self._layout.numels[param]
+        if partial is None:
+            return torch.zeros(numel, dtype=wide(self._reduction.dtype), device=self._axes.device)
+        return partial[begin : begin + numel]
+
     # ---- reduction
 
     def start_reduce(self, factor: float, place: Place) -> None:
@@ -638,7 +646,7 @@ class GradLane:
         self.finish_reduce(place.spread)
         if self.adopts:
             for param, grad in self._arrival.take_partial():
-                self._sum.adopt(param, grad)
+                self._sum.adopt(param, grad if factor == 1.0 else grad.mul_(factor))
         else:
             self._make_room()
             self._reduction.start(self._arrival.fill(), factor, place.reduce)

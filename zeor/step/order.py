@@ -36,6 +36,11 @@ def kind_of(train: bool, entry: str) -> str:
     return f"{kind} {entry}" if entry else kind
 
 
+def backward_of(kind: str) -> str | None:
+    """The kind of the backward of one entry alone, as a pipeline runs it; None after an evaluation."""
+    return kind.replace(TRAIN, BACKWARD, 1) if kind.startswith(TRAIN) else None
+
+
 class Orders:
     """One order per kind of pass."""
 
@@ -47,6 +52,13 @@ class Orders:
 
     def __getitem__(self, kind: str) -> list[int]:
         return self._orders.get(kind, self._orders[FIRST])
+
+    def behind(self, kind: str) -> list[int]:
+        """The order of the backward that comes after a forward of this kind; nothing after an evaluation."""
+        own = backward_of(kind)
+        if own is None:
+            return []
+        return self[own if own in self.learned else BACKWARD]
 
     def learn(self, kinds: dict[str, Sequence[int]]) -> None:
         """Agree on what this pass showed. Every rank calls it at the same place, once per kind."""

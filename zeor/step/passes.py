@@ -9,7 +9,8 @@ It knows neither hooks nor gradients.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -51,7 +52,22 @@ class Gathers:
         self._axes, self._units, self._overlap, self._observer = axes, units, overlap, axes.everyone.observer
         self._settling = settling
         self._under_way = under_way  # says what else is waited for, for the label of an exchange
-        self.frees = any(unit.frees for unit in units)
+        self._frees = any(unit.frees for unit in units)
+        self.paused = False  # all units are here, or none is needed: a pass gathers nothing
+
+    @property
+    def frees(self) -> bool:
+        """Whether a pass gathers anything."""
+        return self._frees and not self.paused
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Inside, passes gather nothing."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def ahead(self, unit: Unit, walk: Walk | None) -> None:
         """A unit will probably be needed soon."""
@@ -104,7 +120,7 @@ class Gathers:
 
     def freed(self, order: Sequence[int], kept: Sequence[int | None] = ()) -> list[int]:
         """The units of an order that are freed between uses, less those that every rank keeps from the last pass."""
-        return [unit for unit in order if self._units[unit].frees and unit not in kept]
+        return [unit for unit in order if self.frees and self._units[unit].frees and unit not in kept]
 
     # ---- see Gatherer in order.py
 
@@ -168,10 +184,9 @@ class Passes:
     def plan_step(self) -> None:
         """The schedule of a step along the orders as they are agreed now."""
         traits = tuple(traits_of(unit.name, [(lane.spec, lane.rest) for lane in unit.lanes]) for unit in self.units)
-        backward = tuple(self.orders[orders.BACKWARD])
 
         def plan(kind: str) -> Schedule:
-            behind = backward if kind.startswith(orders.TRAIN) else ()
+            behind = tuple(self.orders.behind(kind))
             return Schedule(traits, tuple(self.orders[kind]), behind, self.plan)
 
         self._plan = plan
@@ -247,10 +262,13 @@ class Passes:
         """Whether it went, or stays: see residency.py."""
         if not self.residents.may_free(unit, when):
             return False
+        self._let_go_all(unit)
+        return True
+
+    def _let_go_all(self, unit: Unit) -> None:
         for lane in unit.lanes:
             if lane.frees:
                 self._let_go(unit, lane)
-        return True
 
     def free_lone(self) -> None:
         """A unit called outside the model's forward is left."""
@@ -259,12 +277,31 @@ class Passes:
         self.lone.clear()
 
     def put_back(self) -> None:
-        """After an exception: nothing is gathered."""
+        """After an exception: nothing is gathered, unless it is held."""
         self.residents.open.clear()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """No unit stays gathered, for whatever pass comes next, unless it is held."""
         self.residents.last = None
-        for unit in self.units:
-            if unit.frees:
-                unit.free()
+        for unit in self.units if not self.residents.held else ():
+            if unit.present and unit.frees:
+                self._let_go_all(unit)
+
+    def hold(self, order: Sequence[int]) -> None:
+        """Gather every unit, those of `order` first, and keep all of them: rule 7 in residency.py. Nobody waits here;
+        whoever enters a unit waits for it."""
+        self.give_back()
+        self.residents.held = self.gathers.paused = True
+        for index in dict.fromkeys([0, *order, *range(len(self.units))]):
+            if self.units[index].frees:
+                self.gathers.take_part(index)
+
+    def let_go(self) -> None:
+        """Nothing is held any more."""
+        self.residents.held = self.gathers.paused = False
+        self.give_back()
+        self.ledger.sweep()
 
     def forget_gathered(self) -> None:
         """No unit is in place, and no rank may count on one."""

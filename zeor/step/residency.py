@@ -6,7 +6,9 @@ A unit stays
 3. from forward to backward, where backward begins with it,
 4. until backward ends, where it is the root's,
 5. while calls of it are open in backward (Note [When a unit's backward is over] in hooks.py),
-6. until backward ends, where some backward needed it again after it was put away.
+6. until backward ends, where some backward needed it again after it was put away,
+7. while it is held: a stage of a pipeline keeps all of its units from its first computation of a step to its last
+   (features/pipeline.py). Where a pipeline gives units back after every action instead, rules 3 and 4 end with that.
 As a unit's forward ends, rules 3 and 4 are the schedule's (schedule.py): it lists no free for such a unit. After an
 exception, and after a step, no pass is under way and everything is freed without asking.
 Whether a unit's bytes then go is another question: memory that somebody looks at is lent (memory/buffers.py).
@@ -26,9 +28,16 @@ class Residents:
         self.repeated: set[int] = set()  # units a pass enters more than once
         self.last: int | None = None  # the unit that the last forward left in place for backward to begin with
         self.again: set[int] = set()  # units that some backward needed again after it had put them away
+        self.held = False  # rule 7: every unit stays
+        self.by_action = False  # a pipeline gives back every unit after each of its actions
+
+    @property
+    def kept(self) -> tuple[int | None, ...]:
+        """Units that are there, on every rank, as a backward begins: rules 3 and 4."""
+        return () if self.by_action else (0, self.last)
 
     def may_free(self, unit: Unit, when: int) -> bool:
-        if not unit.frees:
+        if not unit.frees or self.held:
             return False
         if when == BACKWARD_END:
             return unit not in self.open  # this backward ran inside its forward (a force is the gradient of an energy)
