@@ -38,10 +38,10 @@ def same(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # ---- what is sent
 
 
-def calls_of_a_step(piping: Piping, mesh: Any, steps: int = 1) -> list[tuple[dict[str, int], int, int]]:
+def calls_of_a_step(piping: Piping, mesh: Any) -> list[tuple[dict[str, int], int, int]]:
     """By engine: the collectives of one step, how many lanes it has, and how many are gathered."""
     run = Piped(piping, mesh)
-    run.train(2)
+    run.train(1)
     before = [zeor.traffic(model)["calls"] for model in run.models]
     run.train(1)
     found = []
@@ -61,11 +61,15 @@ def one_gather_and_one_reduce(pipings: list[Piping]) -> int:
     return checked
 
 
-def test_one_gather_and_one_reduce_of_each_lane_and_step(ranks: Callable) -> None:
+FEW = [Piping("zbv", 3), Piping("interleaved", 3, local=4), Piping("1f1b", 1)]
+ALL = [Piping(schedule, stage, micro=8) for schedule in SCHEDULES for stage in (1, 2, 3)]
+ALL += [Piping("interleaved", stage, micro=8, local=4) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("pipings", [FEW, pytest.param(ALL, marks=pytest.mark.whole)], ids=["few", "all"])
+def test_one_gather_and_one_reduce_of_each_lane_and_step(ranks: Callable, pipings: list[Piping]) -> None:
     """At stages 1 and 2 the gather is the publishing of what was updated."""
-    pipings = [Piping(schedule, 3, micro=8) for schedule in SCHEDULES]
-    pipings += [Piping("interleaved", stage, micro=8, local=4) for stage in (1, 2, 3)]
-    assert ranks(one_gather_and_one_reduce, 4, pipings, timeout=120) == [len(pipings)] * 4
+    assert ranks(one_gather_and_one_reduce, 4, pipings, timeout=240) == [len(pipings)] * 4
 
 
 def gathers_by_action() -> None:
@@ -268,7 +272,9 @@ def added(piping: Piping, dp: int) -> list[nn.Module]:
     return parts
 
 
-@pytest.mark.parametrize(("schedule", "keep"), [("1f1b", "step"), ("zero bubble", "step"), ("1f1b", "action")])
+@pytest.mark.parametrize(
+    ("schedule", "keep"), [("1f1b", "step"), ("zero bubble", "step"), ("zbv", "step"), ("1f1b", "action")]
+)
 def test_evaluation_in_between_and_two_steps_of_the_schedule(ranks: Callable, schedule: str, keep: str) -> None:
     ranks(loops, 4, schedule, keep)
 
@@ -330,6 +336,7 @@ def refused() -> dict[str, str]:
     once = bare(mesh, sharded())
     zeor.pipeline(once)
     told["twice"] = raised(lambda: zeor.pipeline(once))
+    told["mean"] = raised(lambda: zeor.mean_loss(once._stage.submod, torch.ones(()), 3))
     told["undeclared"] = raised(lambda: zeor.pipeline(bare(mesh, sharded(tied=True))))
     told["no such"] = raised(lambda: zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[("embed.weight", "head.w")]))
     told["shapes"] = raised(lambda: zeor.pipeline(bare(mesh, sharded()), tied=[("scale", "blocks.0.up.weight")]))
@@ -339,6 +346,12 @@ def refused() -> dict[str, str]:
     told["by action"] = raised(
         lambda: zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[pipes.TIED], reduce="action")
     )
+    for kind, name in ((schedules.ScheduleInterleavedZeroBubble, "compiled"), (schedules.ScheduleInterleaved1F1B, "")):
+        schedule = bare(mesh, sharded(compile={"backend": "aot_eager"}), kind)
+        if name:
+            told[name] = raised(lambda schedule=schedule: zeor.pipeline(schedule))
+        else:
+            zeor.pipeline(schedule)
     zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[])  # two that only begin with the same values
     return told
 
@@ -351,12 +364,14 @@ ERRORS = {
     "auto": "On rank 0: Stage 0 of the pipeline was sharded with recompute='auto'",
     "skip": "On rank 0: Stage 0 of the pipeline was sharded with nonfinite='skip'",
     "twice": "is in a pipeline already",
+    "mean": "zeor.mean_loss was given a stage of a pipeline",
     "undeclared": "'embed.weight' of stage 0 and 'head.weight' of stage 1 hold the same values.*tied=",
     "no such": "'head.w' of stage 1, which that stage does not have",
     "shapes": r"cannot be one parameter: the shapes \(8,\) and \(16, 8\)",
     "values": "'scale' of stage 0 and 'scale' of stage 1, which hold different values",
     "one stage": "two parameters of stage 0; tie them in the module",
     "pair": "give pairs such as",
+    "compiled": "Stage 0 of the pipeline was sharded with compile=.*ScheduleInterleavedZeroBubble computes half",
     "by action": "tied= needs reduce='step'",
 }
 
@@ -366,6 +381,17 @@ def test_errors_are_one_sentence_on_every_rank(ranks: Callable) -> None:
         assert told.keys() == ERRORS.keys()
         for name, pattern in ERRORS.items():
             assert re.search(pattern.removeprefix("On rank 0: "), told[name]), (name, told[name])
+
+
+def joined() -> str:
+    run = Piped(Piping("1f1b"), mesh_of(2))
+    with zeor.join(run.models[0]):
+        return raised(run.schedule.step, RuntimeError)
+
+
+def test_no_step_inside_a_join(ranks: Callable) -> None:
+    for told in ranks(joined, 4):
+        assert told.startswith("A step of a pipeline ran inside zeor.join")
 
 
 def mid_step() -> None:

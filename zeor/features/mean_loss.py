@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeor.access.sharded import engine_of
+from zeor.access.sharded import engine_of, stage_of
 from zeor.comm.agree import numbers_of
 from zeor.comm.axes import Axes
 from zeor.step.events import Announcer
@@ -48,6 +48,11 @@ def mean_loss(model: Any, loss_sum: Tensor, count: int | float | Tensor) -> Tens
     The value is this rank's own mean, to be printed. Clipping and steps see the gradient of the joint mean. Between
     two zero_grad() either all losses are of this kind or none.
     """
+    if isinstance(model, nn.Module) and stage_of(model)[0].pipeline is not None:
+        raise ValueError(
+            "zeor.mean_loss was given a stage of a pipeline, and the other stages would not know the count; make the "
+            "schedule with scale_grads=False and a loss_fn that divides its sum by the items of the whole step."
+        )
     engine = engine_of(model)
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         found = f"a tensor of shape {tuple(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else repr(loss_sum)

@@ -85,7 +85,16 @@ class Pipeline:
             raise ValueError(
                 "tied= needs reduce='step': gradients of tied parameters are added up before they are reduced."
             )
-        return [_state_of(stage) for stage in self.stages], places
+        found = [_state_of(stage) for stage in self.stages]
+        for stage, (state, _) in zip(self.stages, found):
+            _check_plan(f"Stage {stage.stage_index} of the pipeline", state)
+            if state.engine.plan.compile is not False and _cuts_backwards(self.schedule):
+                raise ValueError(
+                    f"Stage {stage.stage_index} of the pipeline was sharded with compile=, and "
+                    f"{type(self.schedule).__name__} computes half a backward from a graph that it keeps, which "
+                    "compiled modules refuse; leave compile= out, or use a 1F1B schedule."
+                )
+        return found, places
 
     # ---- the schedule's own methods
 
@@ -170,6 +179,14 @@ def _gather_early(schedule: Any, locals_: dict[int, Local]) -> None:
     )
 
 
+def _cuts_backwards(schedule: Any) -> bool:
+    """Whether it computes gradients of inputs and of parameters apart: a zero-bubble schedule."""
+    order = getattr(schedule, "pipeline_order", None) or {}
+    actions = [action for actions in order.values() for action in actions if action is not None]
+    inner = [each for action in actions for each in (getattr(action, "sub_actions", None) or ())]
+    return any(action.computation_type.name == "BACKWARD_INPUT" for action in (*actions, *inner))
+
+
 def _finds_shapes(schedule: Any) -> bool:
     """Whether torch is about to run the stages for their shapes. Where it has other names for that: perhaps."""
     for name in ("_stage", "_stages"):
@@ -218,7 +235,6 @@ def _state_of(stage: Any) -> tuple[Sharded, str]:
         raise ValueError(
             f"{where} is not sharded; call zeor.shard(stage, optimizer, mesh=mesh['dp']) before zeor.pipeline."
         ) from None
-    _check_plan(where, state)
     return state, entry
 
 

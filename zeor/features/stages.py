@@ -25,6 +25,7 @@ I computes the gradients of a stage's inputs, W those of its parameters, later, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -206,6 +207,20 @@ def bind(stage: Any, local: Local) -> None:
 
     stage.forward_maybe_with_nosync, stage.backward_maybe_with_nosync = forward_one, backward_one
     stage.perform_reduce_grad = reduce_grad
+    _bind_neighbours(stage)
+
+
+def _bind_neighbours(stage: Any) -> None:
+    """Stages next to each other on one rank hand gradients over, also in an evaluation, which has none: there torch
+    raises. (Seen in 2.13: `eval` of the two V-shaped schedules.)"""
+    for name, nothing in (("get_local_bwd_output", ()), ("set_local_bwd_input", None)):
+        plain = getattr(stage, name, None)
+        if plain is not None:
+            setattr(stage, name, functools.partial(_unless_evaluating, stage, plain, nothing))
+
+
+def _unless_evaluating(stage: Any, plain: Callable[..., Any], nothing: Any, *args: Any) -> Any:
+    return plain(*args) if stage.has_backward else nothing
 
 
 @contextmanager
