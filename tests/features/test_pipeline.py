@@ -336,6 +336,7 @@ def refused() -> dict[str, str]:
     once = bare(mesh, sharded())
     zeor.pipeline(once)
     told["twice"] = raised(lambda: zeor.pipeline(once))
+    told["replan"] = raised(lambda: zeor.replan(once._stage.submod, stage=1))
     told["mean"] = raised(lambda: zeor.mean_loss(once._stage.submod, torch.ones(()), 3))
     told["undeclared"] = raised(lambda: zeor.pipeline(bare(mesh, sharded(tied=True))))
     told["no such"] = raised(lambda: zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[("embed.weight", "head.w")]))
@@ -364,6 +365,7 @@ ERRORS = {
     "auto": "On rank 0: Stage 0 of the pipeline was sharded with recompute='auto'",
     "skip": "On rank 0: Stage 0 of the pipeline was sharded with nonfinite='skip'",
     "twice": "is in a pipeline already",
+    "replan": "zeor.replan was given a stage of a pipeline",
     "mean": "zeor.mean_loss was given a stage of a pipeline",
     "undeclared": "'embed.weight' of stage 0 and 'head.weight' of stage 1 hold the same values.*tied=",
     "no such": "'head.w' of stage 1, which that stage does not have",

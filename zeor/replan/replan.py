@@ -73,6 +73,10 @@ def replan(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None =
     that is larger, and two buffers of 32 MiB: nothing is ever gathered whole.
     """
     state = state_of(model)
+    if state.pipeline is not None:
+        raise ValueError(
+            "zeor.replan was given a stage of a pipeline, whose schedule drives it as it is; save, and shard it anew."
+        )
     old = state.engine
     LiveModel(old).announce_if_joining("zeor.replan")
     attend(old.axes.everyone, "zeor.replan")
