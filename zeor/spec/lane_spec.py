@@ -20,6 +20,7 @@ from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.spec.keys import LaneKey, lane_key, small_numel
 from zeor.spec.places import Places
+from zeor.spec.wires import EXACT, LaneWires, differs, lane_wires
 from zeor.tiers.master import master_itemsize
 from zeor.tiers.rest import LaneRest
 
@@ -31,6 +32,7 @@ class LaneSpec:
     table: Table
     sizes: Sizes
     compute_tier: str = "device"
+    wires: LaneWires = EXACT
 
     @cached_property
     def grid(self) -> Grid:
@@ -73,6 +75,19 @@ class LaneSpec:
         return self.key.trainable and bool(self.widening("update", "compute"))
 
     @property
+    def parted(self) -> bool:
+        """What an update writes is no part of what the others read: they have an image of it that is not exact."""
+        axes = self.widening("update", "compute")
+        return self.publishes and any(self.wires.gather[axis] is not None for axis in axes)
+
+    @property
+    def differs(self) -> bool:
+        """New values travel as differences to what every rank holds in memory that the user may write to."""
+        first, *_ = (*self.widening("update", "compute"), None)
+        codec = None if first is None or not self.parted else self.wires.gather[first]
+        return codec is not None and differs(codec) and not self.frees
+
+    @property
     def spreads(self) -> bool:
         """A reduce leaves less of the sum than a rank keeps: it is gathered after it."""
         return bool(self.widening("fine", "grad"))
@@ -103,7 +118,8 @@ class LaneSpec:
 def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, rest: LaneRest | None = None) -> LaneSpec:
     """`rest`: where it rests; None: on the device."""
     tier = "device" if rest is None else rest.tiers.compute
-    return LaneSpec(key, lay_out(shapes, math.prod(sizes)), table_of(plan.stages, key.stays_whole), sizes, tier)
+    layout, wires = lay_out(shapes, math.prod(sizes)), lane_wires(key, plan.wire)
+    return LaneSpec(key, layout, table_of(plan.stages, key.stays_whole), sizes, tier, wires)
 
 
 def spec_units(

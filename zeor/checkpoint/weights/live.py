@@ -36,5 +36,4 @@ class LiveModel:
         """Where ranks keep more of compute than they update, each gets what the others have loaded."""
         lane.recode()
         if lane.spec.widening("update", "compute"):  # frozen lanes too
-            lane.start_publish(f"gather of unit {unit.name!r} after loading")
-            lane.wait()
+            lane.publish_anew(f"gather of unit {unit.name!r} after loading")
