@@ -236,3 +236,49 @@ def clamped(stage: int, wire: Any) -> None:
 @pytest.mark.parametrize("stage, wire", [(1, "int8"), (2, "int4"), (3, "int8")])
 def test_writes_in_place_reach_the_master_alone_where_they_changed_something(ranks, stage, wire):
     ranks(clamped, 2, stage, wire)
+
+
+# ---- checkpoints
+
+
+def resumed(folder: str, stage: Any, wire: Any, precision: Any, asynchronous: bool) -> Any:
+    """What a run that saved half-way leaves, and one that went on from what it saved."""
+    options = {"stage": stage, "wire": wire, "precision": precision}
+    model, optimizers = made(**options)
+    for step in range(6):
+        if step == 3:
+            saving = zeor.save(folder, model, optimizers, step=step, asynchronous=asynchronous)
+        offloads.one_step(model, optimizers, step, "backwards")
+    if asynchronous:
+        saving.wait()
+    wanted = offloads.whole(model)
+    model, optimizers = made(**options)
+    offloads.one_step(model, optimizers, 7, "clip")  # another past
+    step = zeor.load(folder, model, optimizers).step
+    for number in range(step, 6):
+        offloads.one_step(model, optimizers, number, "backwards")
+    offloads.same(offloads.whole(model), wanted, (stage, wire, precision))
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "stage, wire, precision",
+    [(0, BOTH, None), (1, "int4", None), (2, "int4", "bf16"), (3, BOTH, "bf16"), (2, Wire("int8", "fp8"), None)],
+)
+def test_a_run_that_resumes_has_the_bits_of_the_one_that_went_on(ranks, tmp_path, stage, wire, precision):
+    ranks(resumed, 2, str(tmp_path), stage, wire, precision, asynchronous=stage == 2)
+
+
+def loads(folder: str, stage: int, wire: Any) -> Any:
+    model, optimizers = made(stage=stage, wire=wire)
+    zeor.load(folder, model, optimizers)
+    found = offloads.whole(model)
+    offloads.one_step(model, optimizers, 0, "clip")
+    return found
+
+
+def test_a_checkpoint_holds_masters_at_any_ranks_and_wire(ranks, tmp_path):
+    ranks(resumed, 2, str(tmp_path), 2, "int4", None, False)
+    first = ranks(loads, 2, str(tmp_path), 2, "int4")[0]
+    for world, stage, wire in ((1, 3, "int8"), (3, 3, None), (4, 1, BOTH)):
+        offloads.same(ranks(loads, world, str(tmp_path), stage, wire)[0], first, (world, stage, wire))

@@ -25,7 +25,7 @@ _REDUCE, _SPREAD = 0, 2  # kinds of noise; each has one for either axis
 class GradWires:
     def __init__(self, spec: LaneSpec, axes: Axes, ledger: Ledger):
         self._slice_numel, self._axes, self._ledger = spec.layout.slice_numel, axes, ledger
-        self._counted = (-1, -1)  # (seeded at, steps) of what was counted last
+        self._counted = (-1, -1)  # (seedings, steps) of what was counted last
         self._count = 0  # of reduces in that step
         self._place = (0, 0)
         self.follow(spec.wires)
@@ -37,7 +37,7 @@ class GradWires:
     def of_reduce(self, place: Place) -> along.ByAxis:
         """A reduce begins."""
         standing = self._axes.everyone.standing
-        counted = standing.seeded_at, standing.steps
+        counted = standing.seedings, standing.steps
         self._count = self._count + 1 if counted == self._counted else 0
         self._counted, self._place = counted, (place.index, place.lane or 0)
         return self._coded(self._wires.reduce, _REDUCE)
