@@ -15,6 +15,7 @@ from functools import cached_property
 from torch import Size, nn
 
 from zeor.layout import Grid, LaneLayout, Span, lay_out
+from zeor.memory.codecs import Codec
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
@@ -86,6 +87,28 @@ class LaneSpec:
         first, *_ = (*self.widening("update", "compute"), None)
         codec = None if first is None or not self.parted else self.wires.gather[first]
         return codec is not None and differs(codec) and not self.frees
+
+    def codes_nbytes(self, role: str, to: str = "full") -> int:
+        """Of the messages of one gather, all ranks' on one rank, along the axes that have a codec."""
+        codecs = self.wires.spread if role == "fine" else self.wires.gather
+        cut, found = self.grid.every if role == "fine" else self.table.cut(role), 0
+        for axis in self.widening(role, to):
+            cut = cut - {axis}
+            found += self.travels_nbytes(codecs[axis], self.layout.numel // math.prod(self.sizes[each] for each in cut))
+        return found
+
+    def travels_nbytes(self, codec: Codec | None, numel: int) -> int:
+        """Of so many elements, in whole fine slices, as codes; 0: they travel as they are."""
+        if codec is None or not numel:
+            return 0
+        return numel // self.layout.slice_numel * codec.nbytes(self.layout.slice_numel)
+
+    @property
+    def image_nbytes(self) -> int:
+        """Of a parted lane: what is at rest beside what forward reads, see Note [Parted] in step/lane.py."""
+        if not self.parted:
+            return 0
+        return self.held("update") * self.key.compute_dtype.itemsize * (2 if self.differs else 1)
 
     @property
     def spreads(self) -> bool:
