@@ -71,6 +71,7 @@ zeor.preempt(folder, model, optimizer=None, *, extra=None, data=None, keep=3, si
 zeor.replan(model, optimizer=None, **options)
 zeor.report(model)
 zeor.save(folder, model, optimizer=None, *, step, extra=None, data=None, keep=3, asynchronous=False, busy='wait')
+zeor.set_wire(model, wire)
 zeor.shard(model, optimizer=None, *, plan=None, stage=3, precision=None, reduction='mean', units=None, mesh=None, hierarchy=None, device=None, overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', paths='auto', timeout=None, offload=None, moments='exact', release=False, delay=0, methods=(), keep_whole=None, recompute=False, compile=False, wire=None, **unknown)
 zeor.sync_buffers(model, how='mean', mesh=None)
 zeor.total(*values, mesh=None)

@@ -18,6 +18,7 @@ from zeor.api import (
     penalty,
     predict,
     report,
+    set_wire,
     shard,
     sync_buffers,
     total,
@@ -42,6 +43,6 @@ __all__ = [
     "CheckpointError", "Float8", "Link", "Machine", "Offload", "Plan", "Precision", "Preempted", "RankError", "Saving",
     "Wire", "accumulate", "choose", "chunked_cross_entropy", "clip_grad_norm_", "data", "ema", "export", "full_params",
     "init_parameters", "iter_full", "join", "launch", "load", "load_pretrained", "mean_loss", "measure_links",
-    "no_sync", "on_meta", "optim", "penalty", "predict", "preempt", "replan", "report", "save", "shard", "sync_buffers",
-    "total", "trace", "traffic", "unshard",
+    "no_sync", "on_meta", "optim", "penalty", "predict", "preempt", "replan", "report", "save", "set_wire", "shard",
+    "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from zeor.access import full, meta
+from zeor.access import full, meta, wiring
 from zeor.access.initialise import init_parameters
 from zeor.access.meta import on_meta
 from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
@@ -435,10 +435,19 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
         buffers.all_same()
 
 
+def set_wire(model: nn.Module, wire: Wire | Mapping[str, Any] | str) -> None:
+    """Tensors travel by another wire (see zeor.shard) from here on; every rank calls it, between two steps. Weights may
+    begin to travel as codes at stage 3, and at stages 1 and 2 where the run began with a wire for weights."""
+    engine, chosen = _state(model).engine, Wire.parse(wire)
+    attend(engine.axes.everyone, "zeor.set_wire")
+    wiring.set_wire(engine, chosen)
+
+
 def traffic(model: nn.Module) -> dict[str, Any]:
     """Bytes this rank sent and collectives it took part in since shard(), by verb, and by axis of the mesh and verb:
     in all, and of the `last_step`. `seconds_by_axis`, of what zeor.trace or a profiler has listened to: how long they
-    were under way, hidden by computation, and exposed (this rank stood still), by the host's clock."""
+    were under way, hidden by computation, and exposed (this rank stood still), by the host's clock. With a wire also
+    `compression` (times as many bytes without it) and, on a host, `coding_seconds`, spent on encoding and decoding."""
     return _state(model).engine.axes.everyone.traffic.summary()
 
 
@@ -460,6 +469,6 @@ def report(model: nn.Module) -> dict[str, int]:
 
 __all__ = [
     "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters",
-    "iter_full", "join", "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report", "shard",
-    "sync_buffers", "total", "trace", "traffic", "unshard",
+    "iter_full", "join", "load_pretrained", "mean_loss", "no_sync", "on_meta", "penalty", "predict", "report",
+    "set_wire", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

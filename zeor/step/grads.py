@@ -558,6 +558,7 @@ class GradLane:
         self.add_direct, self.fold_direct, self.unfold_direct = total.add_direct, total.fold_direct, total.unfold_direct
         self.expect, self.agree, self.rescale_unreduced = arrival.expect, arrival.agree, arrival.rescale
         self.settle, self.reduced_within = self._reduction.settle, self._reduction.arrives_within
+        self.follow = self._reduction.wires.follow
         self.several_hops = len(list(spec.grid.hops())) > 1
 
     @property

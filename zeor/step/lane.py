@@ -95,6 +95,7 @@ class Lane:
         self.kept = spec.span("compute", axes.coords) if self.frees else self.updated  # what `mine` is
         self._bytes = self.full.flat.view(torch.uint8)  # made once: see verbs.Parts
         self._ledger = ledger
+        self._told: Tensor | None = None  # of `mine`, what the others have: see Note [Parted]
         self._pack(values, ledger)
         self._gather_legs = self.coded_legs("compute" if self.frees else "update")
         self._sent = along.parts_of(axes, self._gather_legs, self.full.flat)
@@ -125,6 +126,17 @@ class Lane:
             if leg.coded is not None and number == 0 and role == "update" and differs(leg.coded.codec):
                 legs[0] = leg._replace(coded=replace(leg.coded, differs=True))
         return legs
+
+    def follow(self, spec: LaneSpec) -> None:
+        """It travels by other wires from here on. Where ranks keep what travels, somebody publishes it anew."""
+        self.settle()
+        self.keep_writes()
+        self.spec = spec
+        self._gather_legs = self.coded_legs("compute" if self.frees else "update")
+        self._publish_legs = self.coded_legs("update", "compute") if self.frees else []
+        self._told = self.mine.clone() if self.parted and spec.differs else None
+        if self.grads is not None:
+            self.grads.follow(spec.wires)
 
     # ---- parameters
 
@@ -271,7 +283,6 @@ class Lane:
 
     def _settle(self, flat: Tensor | None, ledger: Ledger) -> None:
         """Slices and the master where they rest, of the whole lane's values (None: zeros) in the master's dtype."""
-        self._told: Tensor | None = None  # of `mine`, what the others have: see Note [Parted]
         exact = self._imagine(flat is not None) if self.parted else None
         if self.frees:
             self._mine = self.rest.make("compute", self.kept.numel, self.key.compute_dtype, "compute")
