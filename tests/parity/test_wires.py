@@ -282,3 +282,50 @@ def test_a_checkpoint_holds_masters_at_any_ranks_and_wire(ranks, tmp_path):
     first = ranks(loads, 2, str(tmp_path), 2, "int4")[0]
     for world, stage, wire in ((1, 3, "int8"), (3, 3, None), (4, 1, BOTH)):
         offloads.same(ranks(loads, world, str(tmp_path), stage, wire)[0], first, (world, stage, wire))
+
+
+# ---- frozen weights, and weights that are codes already
+
+
+def frozen(stages: Any, wire: Any) -> None:
+    """Frozen weights travel at stage 3 alone; by an exact gather the bits are those of stage 2."""
+    found = []
+    for stage in stages:
+        model = offloads.net()
+        for param in model.blocks[0].parameters():
+            param.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        zeor.shard(model, optimizer, stage=stage, wire=wire, keep_whole=30, precision="bf16")
+        losses = [offloads.one_step(model, [optimizer], step, "clip") for step in range(3)]
+        model.blocks[0].requires_grad_(True)  # from here on it trains, by the same wire
+        optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+        losses += [offloads.one_step(model, [optimizer], step, "clip") for step in range(3, 5)]
+        found.append({**offloads.whole(model), "losses": torch.tensor(losses)})
+    for each in found[1:]:
+        offloads.same(each, found[0], wire)
+
+
+def test_frozen_weights_and_what_is_unfrozen(ranks):
+    ranks(frozen, 2, STAGES, Wire(reduce="int8"))
+    ranks(frozen, 2, (1, 2), "int4")
+    ranks(frozen, 2, (3,), "int8")
+
+
+def traffic_of_codes(wire: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zeor.shard(model, optimizer, stage=3, precision="fp8", wire=wire, units=blocks)
+    for step in range(2):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+        model(x.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zeor.traffic(model)
+
+
+def test_weights_in_fp8_travel_as_their_own_codes(ranks):
+    pytest.importorskip("torchao")
+    [exact, coded] = [ranks(traffic_of_codes, 2, wire)[0]["bytes_by_verb"] for wire in (None, Wire("int8", "int4"))]
+    assert coded["gather"] == exact["gather"] and coded["reduce"] < 0.4 * exact["reduce"]

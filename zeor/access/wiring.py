@@ -23,7 +23,7 @@ def set_wire(engine: Engine, wire: Wire) -> None:
     if engine.forward.walk is not None or engine.backward.running:
         raise RuntimeError("zeor.set_wire was called inside a forward or backward of the model; call it outside.")
     lanes = [lane for unit in engine.units for lane in unit.lanes]
-    specs = [replace(lane.spec, wires=lane_wires(lane.key, wire)) for lane in lanes]
+    specs = [replace(lane.spec, wires=lane_wires(lane.key, wire, lane.layout.slice_numel)) for lane in lanes]
     if any(spec.parted and not lane.parted for lane, spec in zip(lanes, specs)):
         raise ValueError(
             f"zeor.set_wire: weights cannot begin to travel as {wire.gather!r} (across: {wire.axes[1].gather!r}), as "

@@ -141,7 +141,8 @@ class LaneSpec:
 def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, rest: LaneRest | None = None) -> LaneSpec:
     """`rest`: where it rests; None: on the device."""
     tier = "device" if rest is None else rest.tiers.compute
-    layout, wires = lay_out(shapes, math.prod(sizes)), lane_wires(key, plan.wire)
+    layout = lay_out(shapes, math.prod(sizes))
+    wires = lane_wires(key, plan.wire, layout.slice_numel)
     return LaneSpec(key, layout, table_of(plan.stages, key.stays_whole), sizes, tier, wires)
 
 

@@ -40,15 +40,22 @@ def differs(codec: Codec) -> bool:
     return codec.format == "int4"
 
 
-def lane_wires(key: LaneKey, wire: Wire | None) -> LaneWires:
+def lane_wires(key: LaneKey, wire: Wire | None, slice_numel: int) -> LaneWires:
+    """Of lanes that are cut into slices of so many elements."""
     if wire is None or key.stays_whole or not key.reduce_dtype.is_floating_point:
         return EXACT
     inside, across = wire.axes
-    weights = [None if key.coded else _codec(each.gather, key.compute_dtype) for each in (inside, across)]
+    weights = [
+        None if key.coded else _shorter(_codec(each.gather, key.compute_dtype), slice_numel, key.compute_dtype)
+        for each in (inside, across)
+    ]
     if not key.trainable:
         return LaneWires((weights[0], weights[1]))
     reduce, spread = (
-        [_of_gradients(name, each, key.reduce_dtype) for name, each in zip(names, (inside, across))]
+        [
+            _shorter(_of_gradients(name, each, key.reduce_dtype), slice_numel, key.reduce_dtype)
+            for name, each in zip(names, (inside, across))
+        ]
         for names in ((inside.reduce, across.reduce), (inside.gather, across.gather))
     )
     return LaneWires((weights[0], weights[1]), (reduce[0], reduce[1]), (spread[0], spread[1]))
@@ -56,6 +63,11 @@ def lane_wires(key: LaneKey, wire: Wire | None) -> LaneWires:
 
 def _codec(name: str, dtype: torch.dtype) -> Codec | None:
     return None if name == "exact" or (name == "bf16" and dtype == torch.bfloat16) else Codec(name)
+
+
+def _shorter(codec: Codec | None, numel: int, dtype: torch.dtype) -> Codec | None:
+    """None where a block has so few elements in it that its codes would be longer."""
+    return None if codec is None or codec.nbytes(numel) >= numel * dtype.itemsize else codec
 
 
 def _of_gradients(name: str, wire: Wire, dtype: torch.dtype) -> Codec | None:
