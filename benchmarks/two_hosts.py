@@ -8,10 +8,11 @@ link-bound step takes at least is the larger of its computation (the system `com
     python -m benchmarks.two_hosts --rate 1gbit --systems "ddp,zeor2,zeor2 precision=bf16" --steps 4
     python -m benchmarks.two_hosts --systems zeor2 --before ../before       # zeor of another checkout beside
 
-A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `fsdp2` or `hsdp` (torch's, cut over a
-host and repeated across hosts) followed by `bf16` or `whole` (no resharding after forward), or any zeorN followed by
-arguments of zeor.shard, such as `zeor2 precision=bf16` or `zeor3 hierarchy=2`. Needs root and iproute2; the same file
-is the worker.
+A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `ddp powersgd1` or `ddp powersgd4` (the
+PowerSGD hook of that rank, from the second step on), `fsdp2` or `hsdp` (torch's, cut over a host and repeated across
+hosts) followed by `bf16` or `whole` (no resharding after forward), or any zeorN followed by arguments of zeor.shard,
+such as `zeor2 precision=bf16`, `zeor3 hierarchy=2` or `zeor2 wire=int4` (`wire=int8/int4`: weights by int8, gradients
+by int4; `wire=int4/int4+stochastic+rotate`). Needs root and iproute2; the same file is the worker.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def prepare(system: str, model: Any) -> Any:
     if name.startswith("zeor"):
         chosen: dict[str, Any] = {"stage": int(name[4:]), "precision": "fp32"}
         chosen |= {key: _value(text) for key, text in (setting.split("=", 1) for setting in settings)}
+        if "/" in str(chosen.get("wire")):
+            chosen["wire"] = _wire(chosen["wire"])
         optimizer = torch.optim.AdamW(model.parameters(), **arguments)
         return cpu_systems.Trained(*importlib.import_module("zeor").shard(model, optimizer, **chosen))
     if system == "ddp bf16":
@@ -61,6 +64,8 @@ def prepare(system: str, model: Any) -> Any:
         # By a name of ours: DDP refuses this hook over Gloo by its name, and it runs there all the same.
         trained.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         return trained
+    if system.startswith("ddp powersgd"):
+        return _ddp_powersgd(int(system.removeprefix("ddp powersgd")), model)
     if name in ("fsdp2", "hsdp"):
         return _fully_shard(model, arguments, settings, across=name == "hsdp")
     if settings:
@@ -73,6 +78,25 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _wire(text: str) -> dict[str, Any]:
+    """Such as int8/int4+stochastic+rotate: weights / gradients, and how these are rounded."""
+    formats, *more = text.split("+")
+    gather, reduce = formats.split("/")
+    found: dict[str, Any] = {"gather": gather, "reduce": reduce, "rotate": "rotate" in more}
+    return found | ({"rounding": "stochastic"} if "stochastic" in more else {})
+
+
+def _ddp_powersgd(rank: int, model: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    from benchmarks import cpu_systems
+
+    trained = cpu_systems.prepare("ddp", model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    trained.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return trained
 
 
 def _fully_shard(model: Any, arguments: dict[str, Any], settings: list[str], across: bool) -> Any:

@@ -20,6 +20,7 @@ from zeor.api import (
     pipeline,
     predict,
     report,
+    set_wire,
     shard,
     sync_buffers,
     total,
@@ -33,7 +34,7 @@ from zeor.checkpoint.preemption import Preempted, preempt
 from zeor.checkpoint.saver import Saving
 from zeor.comm.launch.launch import RankError, launch
 from zeor.comm.links import Link, measure_links
-from zeor.plan import Float8, Offload, Plan, Precision
+from zeor.plan import Float8, Offload, Plan, Precision, Wire
 from zeor.planner.choose import choose
 from zeor.planner.machine import Machine
 from zeor.replan.replan import replan
@@ -42,8 +43,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "Float8", "Link", "Machine", "Offload", "Plan", "Precision", "Preempted", "RankError", "Saving",
-    "accumulate", "choose", "chunked_cross_entropy", "clip_grad_norm_", "data", "ema", "export", "full_params",
-    "init_parameters", "iter_full", "join", "launch", "load", "load_pretrained", "mean_loss", "measure_links",
-    "mesh", "no_sync", "on_meta", "optim", "penalty", "pipeline", "predict", "preempt", "replan", "report", "save",
+    "Wire", "accumulate", "choose", "chunked_cross_entropy", "clip_grad_norm_", "data", "ema", "export", "full_params",
+    "init_parameters", "iter_full", "join", "launch", "load", "load_pretrained", "mean_loss", "measure_links", "mesh",
+    "no_sync", "on_meta", "optim", "penalty", "pipeline", "predict", "preempt", "replan", "report", "save", "set_wire",
     "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

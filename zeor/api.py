@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from zeor.access import full, meta
+from zeor.access import full, meta, wiring
 from zeor.access.initialise import init_parameters
 from zeor.access.meta import on_meta
 from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
@@ -55,13 +55,14 @@ from zeor.optim.parts.checks import (
     watch_steps,
 )
 from zeor.optim.stepper import Stepper
-from zeor.plan import Offload, Plan, Precision
+from zeor.plan import Offload, Plan, Precision, Wire
 from zeor.planner.asked import Asked, Where
 from zeor.planner.bytes import predict
 from zeor.planner.choose import Choice
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
 from zeor.spec.keys import lane_key, small_numel
+from zeor.spec.wires import check_wire
 from zeor.step import events
 from zeor.step.engine import Engine
 from zeor.step.hooks import Hooks, find_entries
@@ -96,6 +97,7 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     keep_whole: int | None = None,
     recompute: Any = False,
     compile: bool | dict[str, Any] = False,
+    wire: Wire | Mapping[str, Any] | str | None = None,
     **unknown: Any,
 ) -> Any:
     """Shard a model and its optimizer(s) over the ranks, in place. Returns (model, optimizer), or the model
@@ -145,6 +147,8 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                      memory meanwhile. Or a list of modules or classes to do so for, with "offload" among them or not.
     compile=False    True: torch.compile compiles each block, in place; what is compiled already stays. A dict gives it
                      options. Graph breaks, and graphs that are made late, are told once.
+    wire=None        in which format tensors travel between ranks: "bf16", "fp8", "int8" or "int4", both ways, or a
+                     zeor.Wire with one for weights, one for gradients, and others across hosts. Masters stay exact.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
@@ -152,7 +156,7 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                "kernel": kernel, "deterministic": deterministic, "buffers": buffers, "nonfinite": nonfinite,
                "paths": paths, "timeout": timeout, "offload": offload, "moments": moments, "release": release,
                "delay": delay, "methods": methods, "keep_whole": keep_whole, "recompute": recompute, "compile": compile,
-               **unknown}  # fmt: skip
+               "wire": wire, **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
         asked = Asked(Where(mesh, hierarchy, device), options, units)
         return _shard(model, optimizer, asked.with_plan(plan, _DEFAULTS))
@@ -177,6 +181,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
+    check_wire(plan, axes.sizes)
     check_model(model, axes.everyone.size)
     if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
@@ -372,6 +377,8 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         changed = shown.hide()
         state.hooks.resume()
     full.write_back(engine.unfilled, written)
+    if written:
+        engine.publish_anew("after full_params")
     if changed and not write:
         raise RuntimeError(
             f"Parameter {changed[0]!r} was written inside zeor.full_params, and the change is lost; write inside "
@@ -442,10 +449,19 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
         buffers.all_same()
 
 
+def set_wire(model: nn.Module, wire: Wire | Mapping[str, Any] | str) -> None:
+    """Tensors travel by another wire (see zeor.shard) from here on; every rank calls it, between two steps. Weights may
+    begin to travel as codes at stage 3, and at stages 1 and 2 where the run began with a wire for weights."""
+    engine, chosen = _state(model).engine, Wire.parse(wire)
+    attend(engine.axes.everyone, "zeor.set_wire")
+    wiring.set_wire(engine, chosen)
+
+
 def traffic(model: nn.Module) -> dict[str, Any]:
     """Bytes this rank sent and collectives it took part in since shard(), by verb, and by axis of the mesh and verb:
     in all, and of the `last_step`. `seconds_by_axis`, of what zeor.trace or a profiler has listened to: how long they
-    were under way, hidden by computation, and exposed (this rank stood still), by the host's clock."""
+    were under way, hidden by computation, and exposed (this rank stood still), by the host's clock. With a wire also
+    `compression` (times as many bytes without it) and, on a host, `coding_seconds`, spent on encoding and decoding."""
     return _state(model).engine.axes.everyone.traffic.summary()
 
 
@@ -473,5 +489,5 @@ def report(model: nn.Module) -> dict[str, int]:
 __all__ = [
     "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters",
     "iter_full", "join", "load_pretrained", "mean_loss", "mesh", "no_sync", "on_meta", "penalty", "pipeline", "predict",
-    "report", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
+    "report", "set_wire", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

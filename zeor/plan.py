@@ -253,6 +253,80 @@ class Offload:
         return any(tier == "disk" for role in OFFLOADED for tier, _ in getattr(self, role))
 
 
+WIRES = ("exact", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """In which format tensors travel between ranks: "exact", "bf16", "fp8" (e4m3), "fp8_e5m2", "int8" or "int4".
+
+    gather: of weights (stage 3 before each use, stages 1 and 2 after each step); at stage 0, where every rank updates
+    all weights, of the summed gradients. reduce: of gradients that are to be summed; sums themselves are in fp32.
+    across: the format, or a zeor.Wire, of what crosses the outer axis of a mesh of two; None: the same as inside.
+
+    Of gradients: rounding="stochastic" rounds up or down by chance, so that the mean is right; rotate=True multiplies
+    blocks by a Hadamard matrix first, so that one large number costs the others less (formats with blocks only).
+    Masters are never rounded. Small parameters (keep_whole) travel exactly. "int4" of weights sends differences to what
+    the others hold, so it needs a stage below 3 along that axis.
+    """
+
+    gather: str = "exact"
+    reduce: str = "exact"
+    across: Wire | str | None = None
+    rounding: str = "nearest"
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gather", "reduce"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, {"fp8": "fp8_e4m3", "fp32": "exact"}.get(str(given), given))
+            _one_of(f"Wire.{name}", getattr(self, name), WIRES)
+        _one_of("Wire.rounding", self.rounding, ("nearest", "stochastic"))
+        if not isinstance(self.rotate, bool):
+            raise ValueError(f"Wire.rotate={self.rotate!r}; give True or False.")
+        if self.across is not None:
+            if not isinstance(self.across, Wire):
+                object.__setattr__(self, "across", dataclasses.replace(Wire.parse(self.across), **self._of_gradients()))
+            assert isinstance(self.across, Wire)
+            if self.across.across is not None:
+                raise ValueError("Wire.across has an across= of its own, and there are two axes at most; leave it out.")
+        if self.rotate and not any(name in _IN_BLOCKS for each in self.axes for name in (each.gather, each.reduce)):
+            raise ValueError(
+                f"Wire.rotate=True is for formats in blocks, and gradients travel as {self.reduce!r}; use one of "
+                f"{list(_IN_BLOCKS)}, or leave it out."
+            )
+
+    def _of_gradients(self) -> dict[str, Any]:
+        return {"rounding": self.rounding, "rotate": self.rotate and self.across in (*_IN_BLOCKS, "fp8")}
+
+    @property
+    def axes(self) -> tuple[Wire, Wire]:
+        """(inside, across)."""
+        return self, self if self.across is None else Wire.parse(self.across)
+
+    @staticmethod
+    def parse(value: Any) -> Wire:
+        if value is None:
+            return Wire()
+        if isinstance(value, Wire):
+            return value
+        if isinstance(value, Mapping):
+            known = [field.name for field in dataclasses.fields(Wire)]
+            for name in value:
+                if name not in known:
+                    raise TypeError(f"zeor.Wire has no field {name!r}{nearest(str(name), known)}.")
+            return Wire(**value)
+        if isinstance(value, str) and value in (*WIRES, "fp8", "fp32"):
+            return Wire(value, value)
+        raise ValueError(
+            f"wire={value!r} is not known{nearest(str(value), list(WIRES))}; use a zeor.Wire or one of {list(WIRES)}, "
+            "which is then both ways."
+        )
+
+
+_IN_BLOCKS = tuple(name for name in WIRES if name not in ("exact", "bf16"))
+
+
 BLOCK_NUMEL = 256  # elements that share a scale in the format int8; chunks are cut between them
 
 
@@ -318,6 +392,7 @@ class Plan:
     paths: str = "auto"
     keep_whole: int = 0  # parse() gives it KEEP_WHOLE; a drop-in knows no modules and keeps what the user has
     across: int | None = None  # the stage along the outer axis, where the mesh has two; None: the same
+    wire: Wire | None = None  # None: exact, and set_wire() may change only how gradients travel
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
@@ -349,6 +424,7 @@ class Plan:
                 "{'mode': 'max-autotune-no-cudagraphs'}."
             )
         self._check_update()
+        self._check_wire()
 
     def _check_across(self) -> None:
         if self.across is None:
@@ -360,6 +436,16 @@ class Plan:
                 f"Stage 3 across cuts what forward reads, so it needs stage 3 inside too, not {self.stage}; use 0, 1 "
                 "or 2 across, or 3 for both."
             )
+
+    def _check_wire(self) -> None:
+        if self.wire is None:
+            return
+        for stage, wire, name in zip(self.stages, self.wire.axes, ("gather", "across")):
+            if stage == 3 and wire.gather == "int4":
+                raise ValueError(
+                    f"Wire.{name}='int4' sends weights as differences to what the other ranks hold, and at stage 3 "
+                    "they hold nothing; use 'int8' (or 'fp8', 'bf16') for gathers, or stage 1 or 2."
+                )
 
     def _check_recompute(self) -> None:
         wanted = self.recompute
@@ -437,6 +523,8 @@ class Plan:
         options = dict(options)
         options["precision"] = Precision.parse(options.get("precision"))
         options["offload"] = Offload.parse(options.get("offload"))
+        if options.get("wire") is not None:
+            options["wire"] = Wire.parse(options["wire"])
         if isinstance(options.get("recompute"), (list, tuple)):
             options["recompute"] = tuple(options["recompute"])
         if options.get("compile") is True:

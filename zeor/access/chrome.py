@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from zeor.comm.observe import ACTION, MOVE, PASS, WAIT, Record
+from zeor.comm.observe import ACTION, CODE, MOVE, PASS, WAIT, Record
 from zeor.tiers.streams import DeviceClock
 
 COMPUTE, EXPOSED, HOST = "compute", "exposed wait", "host actions"
@@ -48,6 +48,8 @@ def track_of(record: Record) -> str:
         return COMPUTE
     if record.kind == WAIT:
         return EXPOSED
+    if record.kind == CODE:
+        return HOST
     if record.kind == MOVE:
         return _OF_VERB.get(record.verb, "agree")
     return _OF_VERB[record.verb] if record.verb in ("update", "fetch", "spill") else HOST

@@ -212,6 +212,10 @@ class _Values(TorchFunctionMode):
             _carry_out(recipe, slot)
             self._note(slot, zlib.crc32(recipe.describe().encode()), recipe.is_whole)
         for lane in dict.fromkeys(slot.lane for slot in recipes):
+            if lane.parted:
+                lane.bring_anew("gather of initial values")
+                lane.changed()
+                continue
             if lane.frees:
                 legs, into, begin = lane.legs("update", "compute"), lane.mine, lane.kept.begin
             else:  # not by the lane itself, which would dress its parameters

@@ -150,7 +150,8 @@ def _fits(slots: Sequence[Slot], span_numel: int, max_nbytes: int, wanted: Wante
 def _source_dtype(lane: Lane, slots: Sequence[Slot], wanted: Wanted) -> torch.dtype:
     """What travels: compute where it is exact, else the master, of which compute is only a cast."""
     exact = lane.key.compute_dtype
-    if lane.master is not None and (lane.lags or any(slot.dtype != exact or wanted(slot) != exact for slot in slots)):
+    rounded = lane.lags or lane.parted or any(slot.dtype != exact or wanted(slot) != exact for slot in slots)
+    if lane.master is not None and rounded:
         return lane.master.dtype
     return lane.key.compute_dtype
 
@@ -223,7 +224,7 @@ def _pieces(group: Group, source: torch.dtype, most: int) -> Iterator[tuple[int 
 
 def _is_compute(lane: Lane, source: torch.dtype) -> bool:
     """Whether what forward reads is exact; else the master is."""
-    return source == lane.key.compute_dtype and not lane.lags
+    return source == lane.key.compute_dtype and not lane.lags and not lane.parted
 
 
 def _read(lane: Lane, source: torch.dtype, begin: int, into: Tensor, whole: bool) -> None:

@@ -447,6 +447,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     with lost_peers(axis, f"Loading {path}", "The run is changed in part; load once more."):
         agreed(this.fill, "exchange about the filling in of a checkpoint")
         this.publish()
+    this.run.everyone.standing.seed_noise(manifest.step)
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
 

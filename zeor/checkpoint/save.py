@@ -138,6 +138,8 @@ def agree(
             f"The ranks save different steps: rank 0 gives step={steps[0]}, rank {other} gives step={steps[other]}; "
             "give the same one on every rank. Nothing was written."
         )
+    assert step is not None
+    run.begin_anew(step)
     return found, [answer[2] for answer in answers]
 
 

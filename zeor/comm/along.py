@@ -6,7 +6,8 @@
 Each leg is one exact verb (verbs.py) over what the leg before it left. The first is issued at once. A gather's next one
 follows by itself: another rank may need it while this one waits for something else (a join, a meeting). A reduce's next
 one is begun when somebody looks whether the one before it is over: `advance`, or `wait`. Along one axis this is the
-verb itself. This module knows flat tensors, the grid and axes; whose they are it does not know.
+verb itself; where a leg or a hop has a codec it is the verb's counterpart of wires.py. This module knows flat tensors,
+the grid and axes; whose they are it does not know.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.comm import verbs
-from zeor.comm.axes import Axes
+from zeor.comm import verbs, wires
+from zeor.comm.axes import Axes, Axis
 from zeor.layout import Cut, Grid, LaneLayout, Span
 from zeor.layout.grid import Hop
 from zeor.memory.buffers import Ledger
 
 WHOLE: Cut = frozenset()
+ByAxis = tuple[wires.Coded | None, wires.Coded | None]
+EXACTLY: ByAxis = (None, None)
 
 
 class Leg(NamedTuple):
@@ -32,6 +35,12 @@ class Leg(NamedTuple):
     axis: int  # by number: other groups may take its place
     source: Span
     target: Span
+    coded: wires.Coded | None = None  # how it travels, if not exactly
+
+
+def coded(legs: Sequence[Leg], how: ByAxis) -> list[Leg]:
+    """The same legs, by codes along the axes that have a codec. Differences are sent by the first alone."""
+    return [leg._replace(coded=how[leg.axis]) for leg in legs]
 
 
 def path(axes: Axes, grid: Grid, layout: LaneLayout, cut: Cut, to: Cut = WHOLE) -> list[Leg]:
@@ -57,25 +66,39 @@ class Gathers:
 
     def __init__(self, axes: Axes, legs: Sequence[Leg], parts: Sequence[verbs.Parts], mine: Tensor, label: str):
         (first, brought), *later = zip(legs, parts)
-        move = verbs.gather(axes.each[first.axis], brought.whole, mine, label, brought)
-        self._last: Callable[[], verbs.Move] = lambda: move  # waits until it has begun
+        move, dtype = _start(axes, first, brought, mine, label), mine.dtype
+        self._last: Callable[[], verbs.Waited] = lambda: move  # waits until it has begun
         for leg, whole in later:
-            source, brought = brought.whole, whole
-            self._last = verbs.gather_after(self._last, axes.each[leg.axis], whole.whole, source, label, whole)
+            source, brought, axis = brought.whole, whole, axes.each[leg.axis]
+            if leg.coded is None:
+                self._last = verbs.gather_after(self._last, axis, whole.whole, source, label, whole)
+            else:
+                coded = wires.Gather(axis, whole.whole.view(dtype), source.view(dtype), label, leg.coded)
+                self._last = coded.start_after(self._last).itself
 
     def wait(self) -> Tensor:
         return self._last().wait()
 
 
+Gathering = verbs.Move | wires.Gather | Gathers
+
+
 def start_gather(
     axes: Axes, legs: Sequence[Leg], parts: Sequence[verbs.Parts], mine: Tensor, label: str
-) -> verbs.Move | Gathers | None:
+) -> Gathering | None:
     """None: there is nothing to gather, as this rank has it all."""
     if not legs:
         return None
     if len(legs) == 1:
-        return verbs.gather(axes.each[legs[0].axis], parts[0].whole, mine, label, parts[0])
+        return _start(axes, legs[0], parts[0], mine, label)
     return Gathers(axes, legs, parts, mine, label)
+
+
+def _start(axes: Axes, leg: Leg, parts: verbs.Parts, mine: Tensor, label: str) -> verbs.Move | wires.Gather:
+    axis = axes.each[leg.axis]
+    if leg.coded is None:
+        return verbs.gather(axis, parts.whole, mine, label, parts)
+    return wires.Gather(axis, parts.whole.view(mine.dtype), mine, label, leg.coded).start()
 
 
 def gather_into(axes: Axes, legs: Sequence[Leg], flat: Tensor, label: str, begin: int = 0) -> Tensor:
@@ -95,33 +118,53 @@ class Reduces:
         self._axes, self._ledger, self._into = axes, ledger, into
         self._left: list[Hop] = list(grid.hops())
         self._taken: list[tuple[str, Tensor]] = []  # in use by what is under way
-        self._moves: list[verbs.Move]
+        self._moves: list[verbs.Move | wires.Reduce] = []
+        self._found: Callable[[], Tensor]
 
-    def start(self, full: Tensor, factor: float, label: str) -> None:
-        self._factor, self._label = factor, label
+    def start(self, full: Tensor, factor: float, label: str, coded: ByAxis = EXACTLY) -> None:
+        """`coded`: by axis, how it travels."""
+        self._factor, self._label, self._coded = factor, label, coded
         self._begin(full)
 
     def _begin(self, full: Tensor) -> None:
         """One hop over `full`, block by block; the factor belongs to the last."""
         hop = self._left.pop(0) if self._left else None
         axis, blocks = (self._axes.over(WHOLE), 1) if hop is None else (self._axes.each[hop.axis], hop.blocks)
-        numel = full.numel() // blocks
-        received = self._take("receive", blocks * verbs.reduce_receives(axis, numel), full)
+        numel, coded = full.numel() // blocks, None if hop is None else self._coded[hop.axis]
         factor, into = (1.0, None) if self._left else (self._factor, self._into)
-        native = axis.native_reduce and axis.size > 1
+        native = axis.native_reduce and axis.size > 1 and coded is None
         if into is None and not native:
             sums = self._take("partial sum", full.numel() // axis.size, full)
             into = lambda: sums
-        self._moves = []
+        if coded is not None:
+            assert into is not None
+            return self._begin_coded(axis, full.view(blocks, -1), coded, factor, into)
+        received = self._take("receive", blocks * verbs.reduce_receives(axis, numel), full)
         if blocks == 1:
-            self._moves.append(verbs.reduce(axis, full, received, factor, self._label, into))
-            self._found: Callable[[], Tensor] = self._moves[0].wait
+            self._moves = [verbs.reduce(axis, full, received, factor, self._label, into)]
+            self._found = self._moves[0].wait
             return
         pieces, out = received.view(blocks, -1), None if into is None else into().view(blocks, -1)
+        self._moves = []
         for number, (part, piece) in enumerate(zip(full.view(blocks, -1), pieces)):
             one = None if out is None else (lambda row=out[number]: row)
             self._moves.append(verbs.reduce(axis, part, piece, factor, self._label, one))
         self._found = lambda: received if native or out is None else out.view(-1)
+
+    def _begin_coded(
+        self, axis: Axis, rows: Tensor, coded: wires.Coded, factor: float, into: Callable[[], Tensor]
+    ) -> None:
+        """A row is a block of the hop. The memory for the sum of one block is asked for when it is there."""
+        if len(rows) == 1:
+            self._moves = [wires.Reduce(axis, rows[0], coded, factor, into).start(self._label)]
+            self._found = self._moves[0].wait
+            return
+        out = into()
+        self._moves = [
+            wires.Reduce(axis, row, coded, factor, one.detach, n * row.numel()).start(self._label)
+            for n, (row, one) in enumerate(zip(rows, out.view(len(rows), -1)))
+        ]
+        self._found = lambda: out
 
     def _take(self, kind: str, numel: int, like: Tensor) -> Tensor:
         taken = self._ledger.take(kind, numel, like.dtype, like.device)

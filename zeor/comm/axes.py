@@ -44,6 +44,14 @@ class Standing:
     stuck: bool = False  # a collective failed: nothing more can be expected of these groups
     meeting: Callable[[], None] | None = None  # one that has begun: what waits for its end, before a collective
     steps: int = 0  # calls of step() here: ranks that differ in it have different weights in their slices
+    seed: int = 0  # of noise: a function of the checkpoint that was saved or loaded last, at so many steps
+    seeded_at: int = 0
+    seedings: int = 0
+
+    def seed_noise(self, seed: int) -> None:
+        """Noise is a function of this, and of the steps since, from here on: so a run that goes on after a save and one
+        that resumes from it round alike."""
+        self.seed, self.seeded_at, self.seedings = seed, self.steps, self.seedings + 1
 
 
 @dataclass

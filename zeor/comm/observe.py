@@ -25,7 +25,7 @@ from torch.autograd import profiler
 
 from zeor.tiers.streams import DeviceClock, SideStream
 
-ACTION, MOVE, WAIT, PASS = "action", "move", "wait", "pass"
+ACTION, MOVE, WAIT, PASS, CODE = "action", "move", "wait", "pass", "code"
 TIMED = ("update", "fetch", "spill")  # actions that are work of the device's; others only issue or wait
 
 Residents = Callable[[], dict[str, int]]  # bytes at rest on this rank, by role
@@ -65,7 +65,8 @@ class Record:
     """Something that was done, by host times in nanoseconds; `end` is 0 while it goes on.
 
     kind    action: of the schedule, while the host carries it out. move: a collective, from its issue until somebody
-            has waited for it. wait: time in which nothing else could go on. pass: forward or backward of a unit, a step
+            has waited for it. wait: time in which nothing else could go on. pass: forward or backward of a unit, a
+            step. code: what a move sends or brings as codes is encoded or decoded
     nbytes  of an action the size of what it is done to; of a move what this rank sends
     where   the tier of an action, the axis of a move or of a wait for one
     label   what a move or a wait is for, in words
@@ -99,9 +100,9 @@ class Record:
 
 class Traffic:
     """Collectives and the bytes this rank sends, by verb and axis. Counted is the least that a verb can send; a gather
-    or a reduce of n bytes sends n * (size - 1) / size. What is sent in a step is decided elsewhere: which roles travel
-    by the stages' table (memory/roles.py), when by the schedule (step/schedule.py, `zeor schedule` prints it),
-    in which order by step/order.py and step/reduces.py."""
+    or a reduce of n bytes sends n * (size - 1) / size; where codes travel n is theirs. What is sent in a step is
+    decided elsewhere: which roles travel by the stages' table (memory/roles.py), when by the schedule
+    (step/schedule.py, `zeor schedule` prints it), in which order by step/order.py and step/reduces.py."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -110,6 +111,8 @@ class Traffic:
         self._last: Counter[tuple[str, str]] = Counter()  # sent by the last step
         self._before: Counter[tuple[str, str]] = Counter()  # sent when it began
         self._ns: Counter[tuple[str, str, str]] = Counter()  # by axis, verb and kind of record
+        self.saved_nbytes: Counter[tuple[str, str]] = Counter()  # by axis and verb, that codes were shorter than values
+        self.coding_ns: Counter[str] = Counter()  # of the host's own work: encode, decode
 
     def end_step(self) -> None:
         """What is sent from here on belongs to the next step."""
@@ -131,11 +134,22 @@ class Traffic:
             found.setdefault(axis, {})[verb] = times
         return found
 
+    def shortened(self, axis: str, verb: str, nbytes: int) -> None:
+        """A collective sends codes that are so many bytes shorter."""
+        self.saved_nbytes[axis, verb] += nbytes
+
     def summary(self) -> dict[str, object]:
         verbs: Counter[str] = Counter()
         for (_, verb), nbytes in self.sent_nbytes.items():
             verbs[verb] += nbytes
         axes = _by_axis(self.sent_nbytes)
+        shorter: dict[str, Any] = {}
+        for (axis, verb), nbytes in self.saved_nbytes.items():
+            sent = self.sent_nbytes[axis, verb]
+            shorter.setdefault(axis, {})[verb] = round((sent + nbytes) / sent, 3) if sent else 1.0
+        coded: dict[str, object] = {"compression": shorter} if shorter else {}
+        if self.coding_ns:
+            coded["coding_seconds"] = {verb: spent / 1e9 for verb, spent in self.coding_ns.items()}
         return {
             "bytes_sent": sum(verbs.values()),
             "collectives": sum(self.calls.values()),
@@ -145,6 +159,7 @@ class Traffic:
             "steps": self.steps,
             "last_step": _by_axis(self._last),
             "seconds_by_axis": self.seconds(),
+            **coded,
         }
 
 
@@ -260,6 +275,21 @@ class Observer:
         record.where = axis
         self._start(record)
         return record
+
+    @contextmanager
+    def coding(self, verb: str, label: str, device: torch.device) -> Iterator[None]:
+        """What travels as codes is encoded or decoded inside. Always timed on a host; a device's own time is in the
+        marks of the record, where somebody listens."""
+        record, begin = None, perf_counter_ns()
+        if self.on:
+            record = Record(CODE, verb, self.step)
+            self._of(record, label)
+            self._start(record)
+        yield
+        if device.type == "cpu":
+            self.traffic.coding_ns[verb] += perf_counter_ns() - begin
+        if record is not None:
+            self._stop(record)
 
     def arrived(self, record: Record) -> None:
         """A move, or a wait, is over."""

@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,12 @@ class Move:
         self._record = None
 
 
+class Waited(Protocol):
+    """What a Move is to whoever waits for it."""
+
+    def wait(self, noted: bool = True) -> Tensor: ...
+
+
 class Marked(NamedTuple):
     """Messages that were issued, and the collective that tells whether they have arrived: see Note [Messages]."""
 
@@ -178,7 +184,7 @@ def gather(axis: Axis, full: Tensor, mine: Tensor, label: str, parts: Parts | No
 
 
 def gather_after(
-    first: Callable[[], Move], axis: Axis, full: Tensor, mine: Tensor, label: str, parts: Parts
+    first: Callable[[], Waited], axis: Axis, full: Tensor, mine: Tensor, label: str, parts: Parts
 ) -> Callable[[], Move]:
     """A gather of what another one brings, begun when that one is over; what is returned gives it. Where the host must
     wait for that a thread does, so that other ranks get this one's part whatever this one does meanwhile."""
@@ -323,6 +329,24 @@ def _exchange_parts(axis: Axis, full: Tensor, received: Tensor) -> Issued:
         dist.all_to_all_single(of_upper, lower, after, before, group=axis.reduce, async_op=True),
         dist.all_to_all_single(of_lower, upper, before, after, group=axis.reduce, async_op=True),
     ]
+
+
+def exchange_receives(axis: Axis, full_numel: int) -> int:
+    """Elements of the buffer that `exchange` receives into."""
+    return full_numel - full_numel // axis.size if _keeps_own(axis) else full_numel
+
+
+def exchange(axis: Axis, full: Tensor, received: Tensor, label: str) -> Move:
+    """Each rank's part of `full` to that rank, as a reduce sends them; summing them is the caller's."""
+    record = axis.observer.sent("reduce", full.nbytes // axis.size * (axis.size - 1), label, axis.name)
+    return _start(axis, label, lambda: _exchange_parts(axis, full, received), lambda: received, record)
+
+
+def exchanged(axis: Axis, received: Tensor) -> list[Tensor | None]:
+    """What each rank has sent here, by rank; None for this one."""
+    parts: list[Tensor | None] = list(received.view(axis.size - _keeps_own(axis), -1))
+    parts[axis.rank : axis.rank + (not _keeps_own(axis))] = [None]
+    return parts
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor], factor: float, into: Tensor) -> Tensor:

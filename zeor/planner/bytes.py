@@ -37,8 +37,11 @@ from zeor.planner.shape import Shape
 from zeor.planner.step_time import Pace, StepTime, step_time
 from zeor.planner.trace import Trace, Workload, trace
 from zeor.spec.keys import small_numel
+from zeor.spec.wires import check_wire
 
-_OF_PLAN = ("prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile")
+_OF_PLAN = (
+    "prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile", "wire",
+)  # fmt: skip
 _LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline")
 _OPTIONS = ("units", "hierarchy", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_OF_PLAN)
 CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
@@ -109,8 +112,8 @@ def predict(
     Then `stage` may name one for each: {"gpu": 3, "node": 1}.
 
     `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=, and as given
-    to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=, keep_whole=; native_reduce= (True
-    for NCCL and an accelerator; without it up to a whole buffer is received).
+    to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=, keep_whole=, wire=; native_reduce=
+    (True for NCCL and an accelerator; without it up to a whole buffer is received).
 
     What a step computes, for peaks with activations: batch=(sequences, tokens) for a model of tokens, or inputs=, the
     model's arguments; loss=, a function of the model and the inputs (with batch=: tokens and targets), else the
@@ -137,6 +140,7 @@ def predict(
     shape = Shape.parse(world, hierarchy)
     plan = Plan.parse({**shape.stages(stage, hierarchy), "precision": precision, **chosen})
     loop = Loop.of(options)
+    check_wire(plan, shape.sizes)
     machine = None if options.get("gpu") is None else Machine.parse(options["gpu"])
     native = bool(options.get("native_reduce", machine is not None and machine.native))
     known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop))

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zeor.memory.codecs import Codec
 from zeor.planner.machine import Along
 from zeor.spec.lane_spec import LaneSpec
 
@@ -85,29 +86,33 @@ class Moves(NamedTuple):
 def moves_of(spec: LaneSpec, axes: Sequence[Along]) -> Moves:
     """`axes`: as many as its ranks stand on; or two for ranks on one axis over several hosts. See Note [Two axes]."""
 
-    def leg(number: int, nbytes: float) -> list[Cost]:
-        """Along one axis, to or from so many bytes on each rank."""
+    def leg(number: int, nbytes: float, codec: Codec | None, itemsize: int) -> list[Cost]:
+        """Along one axis, to or from so many bytes on each rank, before they are encoded."""
+        if codec is not None:
+            nbytes = spec.travels_nbytes(codec, round(nbytes / itemsize))
         if spec.sizes.across == 1:
             return flat(nbytes, axes)
         return [ring(nbytes * (spec.sizes.inside if number else 1), axes[number])]
 
-    def gathers(role: str, to: str, whole: float) -> list[Cost]:
+    def gathers(role: str, to: str, whole: float, itemsize: int) -> list[Cost]:
+        codecs = spec.wires.spread if role == "fine" else spec.wires.gather
         found, cut = [], spec.grid.every if role == "fine" else spec.table.cut(role)
         for number in spec.widening(role, to):
             cut = cut - {number}
-            found += leg(number, whole / math.prod(spec.sizes[axis] for axis in cut))
+            found += leg(number, whole / math.prod(spec.sizes[axis] for axis in cut), codecs[number], itemsize)
         return found
 
-    compute = float(spec.layout.numel * spec.key.compute_dtype.itemsize)
-    grads = left = float(spec.layout.numel * spec.key.reduce_dtype.itemsize)
+    read, reduced = spec.key.compute_dtype.itemsize, spec.key.reduce_dtype.itemsize
+    compute = float(spec.layout.numel * read)
+    grads = left = float(spec.layout.numel * reduced)
     reduce = []
     for hop in spec.grid.hops():
-        reduce += leg(hop.axis, left)
+        reduce += leg(hop.axis, left, spec.wires.reduce[hop.axis], reduced)
         left /= spec.sizes[hop.axis]
     trains = spec.key.trainable
     return Moves(
-        gathers("compute", "full", compute) if spec.frees else [],
+        gathers("compute", "full", compute, read) if spec.frees else [],
         reduce if trains else [],
-        gathers("fine", "grad", grads) if trains else [],
-        gathers("update", "compute", compute) if spec.publishes else [],
+        gathers("fine", "grad", grads, reduced) if trains else [],
+        gathers("update", "compute", compute, read) if spec.publishes else [],
     )

@@ -69,6 +69,7 @@ def device_peak(model: Model) -> int:
     rest = resting_nbytes(model) + gathered_nbytes(model)
     rest += WORKSPACE_NBYTES if model.setting.native else 0
     stepping = rest + window + model.trace.left + all_grads_nbytes(model) + update_nbytes(model.flat)
+    stepping += publishing_nbytes(model)
     stepping = max(stepping, rest + forward_nbytes(model, window))  # updates go on under the next forward
     stepping += accumulated_nbytes(model) if model.setting.sums_each else 0
     computing = rest + computing_nbytes(model) + accumulated_nbytes(model)
@@ -211,7 +212,7 @@ def _unit_nbytes(model: Model, of_grads: bool) -> list[int]:
     def nbytes(lane: PlannedLane) -> int:
         if of_grads:
             return lane.layout.numel * lane.key.reduce_dtype.itemsize if lane.key.trainable else 0
-        return lane.layout.numel * lane.key.compute_dtype.itemsize if lane.frees else 0
+        return lane.layout.numel * lane.key.compute_dtype.itemsize + lane.codes_nbytes("compute") if lane.frees else 0
 
     return [sum(map(nbytes, unit)) for unit in model.lanes]
 
@@ -232,6 +233,7 @@ def _receive_nbytes(model: Model) -> int:
     most: list[int] = [max(hop) for hop in zip(*units)] or [0]
     found = most[0] if len(most) == 1 else most[1] + max(most)
     fine = [sum(lane.layout.slice_numel * lane.key.reduce_dtype.itemsize for lane in lanes) for lanes in model.lanes]
+    found += sum(lane.codes_nbytes("fine", "grad") for lane in model.flat if lane.spreads and lane.key.trainable)
     return found + (max(fine) if spreads(model) and not model.setting.grad_buffer else 0)
 
 
@@ -240,10 +242,12 @@ def _hops_nbytes(lane: PlannedLane) -> list[int]:
     left, sent, found = lane.layout.numel, 0, []
     hops = list(lane.grid.hops())
     for hop in hops:
-        part = left // lane.sizes[hop.axis]
-        receives = part if lane.setting.native else left
-        leaves = 0 if lane.setting.native or hop is hops[-1] else part
-        found.append((receives + leaves + sent) * lane.key.reduce_dtype.itemsize)
+        part, codec = left // lane.sizes[hop.axis], lane.wires.reduce[hop.axis]
+        native = lane.setting.native and codec is None
+        leaves = 0 if native or hop is hops[-1] else part
+        receives = 0 if codec is not None else part if native else left
+        codes = 2 * lane.travels_nbytes(codec, left)  # those that are sent, and those that come
+        found.append((receives + leaves + sent) * lane.key.reduce_dtype.itemsize + codes)
         left = sent = part
     return found
 
@@ -301,7 +305,12 @@ def transient_nbytes(model: Model) -> int:
     """
     travelling = _receive_nbytes(model) if model.setting.grad_buffer else _travelling_nbytes(model)
     backward = gathered_nbytes(model) + (travelling if model.setting.world > 1 else 0)
-    return max(backward, update_nbytes(model.flat))
+    return max(backward, update_nbytes(model.flat) + publishing_nbytes(model))
+
+
+def publishing_nbytes(model: Model) -> int:
+    """Codes of new values: a step begins to send those of all lanes, and the next forward waits for them one by one."""
+    return sum(lane.codes_nbytes("update", "compute") for lane in model.flat if lane.parted)
 
 
 # ---- the host

@@ -119,6 +119,9 @@ class PlannedLane(LaneSpec):
     def arrays(self, part: int) -> Iterator[Array]:
         key, plan = self.key, self.setting.plan
         yield Array("compute", self.tiers.compute if self.frees else "device", (self.compute_nbytes,))
+        if self.image_nbytes:
+            pieces = 2 if self.differs else 1
+            yield Array("compute", "device", (self.image_nbytes // pieces,) * pieces)
         if plan.delay and self.updates:  # see Note [Delayed] in step/lane.py
             yield Array("lagging", "device", (self.held("update") * key.compute_dtype.itemsize,))
         if self.beside_itemsize:

@@ -15,11 +15,13 @@ from functools import cached_property
 from torch import Size, nn
 
 from zeor.layout import Grid, LaneLayout, Span, lay_out
+from zeor.memory.codecs import Codec
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.spec.keys import LaneKey, lane_key, small_numel
 from zeor.spec.places import Places
+from zeor.spec.wires import EXACT, LaneWires, differs, lane_wires
 from zeor.tiers.master import master_itemsize
 from zeor.tiers.rest import LaneRest
 
@@ -31,6 +33,7 @@ class LaneSpec:
     table: Table
     sizes: Sizes
     compute_tier: str = "device"
+    wires: LaneWires = EXACT
 
     @cached_property
     def grid(self) -> Grid:
@@ -73,6 +76,41 @@ class LaneSpec:
         return self.key.trainable and bool(self.widening("update", "compute"))
 
     @property
+    def parted(self) -> bool:
+        """What an update writes is no part of what the others read: they have an image of it that is not exact."""
+        axes = self.widening("update", "compute")
+        return self.publishes and any(self.wires.gather[axis] is not None for axis in axes)
+
+    @property
+    def differs(self) -> bool:
+        """New values travel as differences to what every rank holds in memory that the user may write to."""
+        first, *_ = (*self.widening("update", "compute"), None)
+        codec = None if first is None or not self.parted else self.wires.gather[first]
+        return codec is not None and differs(codec) and not self.frees
+
+    def codes_nbytes(self, role: str, to: str = "full") -> int:
+        """Of the messages of one gather, all ranks' on one rank, along the axes that have a codec."""
+        codecs = self.wires.spread if role == "fine" else self.wires.gather
+        cut, found = self.grid.every if role == "fine" else self.table.cut(role), 0
+        for axis in self.widening(role, to):
+            cut = cut - {axis}
+            found += self.travels_nbytes(codecs[axis], self.layout.numel // math.prod(self.sizes[each] for each in cut))
+        return found
+
+    def travels_nbytes(self, codec: Codec | None, numel: int) -> int:
+        """Of so many elements, in whole fine slices, as codes; 0: they travel as they are."""
+        if codec is None or not numel:
+            return 0
+        return numel // self.layout.slice_numel * codec.nbytes(self.layout.slice_numel)
+
+    @property
+    def image_nbytes(self) -> int:
+        """Of a parted lane: what is at rest beside what forward reads, see Note [Parted] in step/lane.py."""
+        if not self.parted:
+            return 0
+        return self.held("update") * self.key.compute_dtype.itemsize * (2 if self.differs else 1)
+
+    @property
     def spreads(self) -> bool:
         """A reduce leaves less of the sum than a rank keeps: it is gathered after it."""
         return bool(self.widening("fine", "grad"))
@@ -103,7 +141,9 @@ class LaneSpec:
 def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, rest: LaneRest | None = None) -> LaneSpec:
     """`rest`: where it rests; None: on the device."""
     tier = "device" if rest is None else rest.tiers.compute
-    return LaneSpec(key, lay_out(shapes, math.prod(sizes)), table_of(plan.stages, key.stays_whole), sizes, tier)
+    layout = lay_out(shapes, math.prod(sizes))
+    wires = lane_wires(key, plan.wire, layout.slice_numel)
+    return LaneSpec(key, layout, table_of(plan.stages, key.stays_whole), sizes, tier, wires)
 
 
 def spec_units(

@@ -328,8 +328,18 @@ class Engine:
             if unit.frees:
                 unit.free()
         recode([lane for unit in self.units for lane in unit.lanes], publishes=True)
+        self.publish_anew("after a change beside a step")
         self.passes.forget_gathered()
         self.lent.refill()
+
+    def publish_anew(self, when: str) -> None:
+        """What forward reads becomes a function of the masters alone, where it is an image of them. For every rank."""
+        for unit in self.units:
+            for lane in unit.lanes:
+                if lane.parted:
+                    lane.keep_writes()
+                    lane.publish_anew(f"{lane.place.publish} {when}")
+                    lane.changed()
 
     def drain(self) -> None:
         """Wait for everything under way."""

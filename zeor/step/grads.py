@@ -29,12 +29,13 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zeor.comm import along, verbs
+from zeor.comm import along
 from zeor.comm.axes import Axes
 from zeor.comm.observe import Place
 from zeor.layout import Segment
 from zeor.memory.buffers import Ledger, lasting
 from zeor.spec.lane_spec import LaneSpec
+from zeor.step.grad_wires import GradWires
 from zeor.step.resting import WHOLE, RestingGrads
 from zeor.tiers.master import Pending
 from zeor.tiers.rest import LaneRest, Rest
@@ -91,8 +92,6 @@ class Arrival:
         if self.buffer is None:
             size = self._layout.numel, self._dtype, self._device
             self.buffer = self._ledger.take("grad", *size) if self._lends else lasting(*size)
-            for begin, end in self._gaps:
-                self.buffer[begin:end].zero_()
 
     def open_partial(self) -> None:
         if self.partial is None:
@@ -136,6 +135,8 @@ class Arrival:
             for param, grad in self.aside.items():
                 self._range(buffer, param).copy_(grad)
             self.aside.clear()
+        for begin, end in self._gaps:  # what a sum by codes left there would be in the next one's blocks
+            buffer[begin:end].zero_()
         self._sent()
         return buffer
 
@@ -196,18 +197,19 @@ class Reduction:
         self._axes, self._ledger, self.dtype = axes, ledger, spec.key.reduce_dtype
         self._in_place, self._grid = spec.column.grad_buffer, spec.grid
         self._fine = spec.span("fine", axes.coords)
+        self.wires = GradWires(spec, axes, ledger)
         self.move: along.Reduces | None = None
-        self.spread: verbs.Move | along.Gathers | None = None
+        self.spread: along.Gathering | None = None
         self.kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
 
     def keep(self, part: Tensor) -> None:
         self.kept = part
 
-    def start(self, buffer: Tensor, factor: float, label: str) -> None:
+    def start(self, buffer: Tensor, factor: float, place: Place) -> None:
         ledger, own = self._ledger, buffer[self._fine.begin : self._fine.end]
         into = (lambda: own) if self._in_place else lambda: ledger.reuse(own.numel(), own.dtype, own.device)
         self.move = along.Reduces(self._axes, self._grid, ledger, into)
-        self.move.start(buffer, factor, label)
+        self.move.start(buffer, factor, place.reduce, self.wires.of_reduce(place))
 
     def arrives_within(self, seconds: float) -> bool:
         return self.move is None or self.move.arrives_within(seconds)
@@ -231,6 +233,7 @@ class Reduction:
     def spread_out(self, legs: Sequence[along.Leg], total: Tensor, own: Tensor, label: str, begin: int) -> None:
         """Not waited for here: another rank may come to it only once this one's backward is over. `begin`: which
         element of the lane `total` begins with."""
+        legs = self.wires.of_spread(legs)
         self.spread = along.start_gather(self._axes, legs, along.parts_of(self._axes, legs, total, begin), own, label)
 
     def settle(self) -> None:
@@ -555,6 +558,7 @@ class GradLane:
         self.add_direct, self.fold_direct, self.unfold_direct = total.add_direct, total.fold_direct, total.unfold_direct
         self.expect, self.agree, self.rescale_unreduced = arrival.expect, arrival.agree, arrival.rescale
         self.settle, self.reduced_within = self._reduction.settle, self._reduction.arrives_within
+        self.follow = self._reduction.wires.follow
         self.several_hops = len(list(spec.grid.hops())) > 1
 
     @property
@@ -649,7 +653,7 @@ class GradLane:
                 self._sum.adopt(param, grad if factor == 1.0 else grad.mul_(factor))
         else:
             self._make_room()
-            self._reduction.start(self._arrival.fill(), factor, place.reduce)
+            self._reduction.start(self._arrival.fill(), factor, place)
 
     def finish_reduce(self, label: str) -> None:
         """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it, by this label."""

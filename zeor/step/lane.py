@@ -33,6 +33,15 @@ is told by the parameter's version counter, which only the engine moves otherwis
   memory/formats.py), so the master is within half a unit of compute's last place of what was written.
 Assignments of whole values (`copy_`, `fill_`, `data = ...`, a load) go to the master as they are, by `store`.
 
+Note [Parted]
+~~~~~~~~~~~~~
+What travels as codes arrives rounded, and every rank computes with what arrived, the owner too. Where new values travel
+once per step into what all ranks keep (stages 1 and 2; across nodes) the owner's part of that would be compute, which
+is the master itself or its upper half, and the master must never be what was decoded. So such a lane is parted: what
+is updated here has memory of its own, and what forward reads is an image of it. Where differences are sent a copy of
+this rank's part of the image (`_told`) says what a user has written into it since. At stage 3 `mine` is memory of its
+own anyway.
+
 Note [Delayed]
 ~~~~~~~~~~~~~~
 With delay=1 an update runs while the next step computes, so it must not write what that step reads: the master
@@ -43,6 +52,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,11 +61,13 @@ from torch import Tensor, nn
 from zeor.comm import along, verbs
 from zeor.comm.axes import Axes
 from zeor.comm.observe import Place
+from zeor.comm.wires import Coded
 from zeor.layout import Segment
 from zeor.memory import param as parameters
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
 from zeor.memory.formats import cast_into
 from zeor.spec.lane_spec import LaneSpec
+from zeor.spec.wires import differs
 from zeor.step.grads import GradLane
 from zeor.tiers.master import Master
 from zeor.tiers.rest import LaneRest, Rest
@@ -76,15 +88,18 @@ class Lane:
         self.master: Master | None = None
         self._lags: Master | None = None  # the master, where compute is one update behind it
         self._behind = False  # an update was begun that forward does not see yet
-        self._move: verbs.Move | along.Gathers | Brought | None = None
-        self._publishing: verbs.Move | along.Gathers | None = None  # into `mine`, where that is memory of its own
+        self._move: along.Gathering | Brought | None = None
+        self._publishing: along.Gathering | None = None  # into `mine`, where that is memory of its own
+        self.parted = spec.parted  # see Note [Parted]
         self.updated, self.fine = spec.span("update", axes.coords), spec.span("fine", axes.coords)
         self.kept = spec.span("compute", axes.coords) if self.frees else self.updated  # what `mine` is
         self._bytes = self.full.flat.view(torch.uint8)  # made once: see verbs.Parts
+        self._ledger = ledger
+        self._told: Tensor | None = None  # of `mine`, what the others have: see Note [Parted]
         self._pack(values, ledger)
-        self._gather_legs = self.legs("compute" if self.frees else "update")
+        self._gather_legs = self.coded_legs("compute" if self.frees else "update")
         self._sent = along.parts_of(axes, self._gather_legs, self.full.flat)
-        self._publish_legs = self.legs("update", "compute") if self.frees else []
+        self._publish_legs = self.coded_legs("update", "compute") if self.frees else []
         self._shared = along.parts_of(axes, self._publish_legs, self.mine, self.kept.begin)
         self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
         self.params: list[nn.Parameter] = []
@@ -98,6 +113,30 @@ class Lane:
         spec, grid = self.spec, self.spec.grid
         cut = grid.every if role == "fine" else spec.table.cut(role)
         return along.path(self.axes, grid, self.layout, cut, along.WHOLE if to == "full" else spec.table.cut(to))
+
+    def coded_legs(self, role: str, to: str = "full") -> list[along.Leg]:
+        """The same, as they travel in a step: by codes, where the lane's wires say so."""
+        travels = role == "compute" or self.parted
+        codecs = self.spec.wires.gather if travels else (None, None)
+        inside, across = (
+            None if codec is None else Coded(codec, self.layout.slice_numel, self._ledger) for codec in codecs
+        )
+        legs = along.coded(self.legs(role, to), (inside, across))
+        for number, leg in enumerate(legs):
+            if leg.coded is not None and number == 0 and role == "update" and differs(leg.coded.codec):
+                legs[0] = leg._replace(coded=replace(leg.coded, differs=True))
+        return legs
+
+    def follow(self, spec: LaneSpec) -> None:
+        """It travels by other wires from here on. Where ranks keep what travels, somebody publishes it anew."""
+        self.settle()
+        self.keep_writes()
+        self.spec = spec
+        self._gather_legs = self.coded_legs("compute" if self.frees else "update")
+        self._publish_legs = self.coded_legs("update", "compute") if self.frees else []
+        self._told = self.mine.clone() if self.parted and spec.differs else None
+        if self.grads is not None:
+            self.grads.follow(spec.wires)
 
     # ---- parameters
 
@@ -171,17 +210,27 @@ class Lane:
     def _take_over(self, written: Sequence[int]) -> None:
         self.note_versions()
         if self.frees:
-            own = self.updated.within(self.kept)
-            self._carry(written, self.mine[own.begin : own.end])
+            own, before = self.updated.within(self.kept), self._seen(self.mine, self._gather_legs)
+            self._carry(written, before[own.begin : own.end])
             if self.updated != self.kept:  # every rank has written the same
                 for segment in self.layout.segments_in(self.kept):
                     if segment.param in written:
                         at = slice(segment.offset, segment.offset + segment.numel)
-                        self.mine[at] = self.full.flat[self.kept.begin : self.kept.end][at].to(self.mine.device)
+                        now = self.full.flat[self.kept.begin : self.kept.end][at].to(self.mine.device)
+                        self.mine[at] = torch.where(_differ(now, before[at]), now, self.mine[at])
+        elif self.parted:
+            self._carry(written, self._seen(self.mine, self._gather_legs) if self._told is None else self._told)
         elif self.master is not None and self.master.format == "wide":
             cast = torch.empty_like(self.master.compute.tensor, device=self.axes.device)
             cast_into(cast, self.master.values if not self.master.away else self._fetched())
             self._carry(written, cast)
+
+    @staticmethod
+    def _seen(values: Tensor, legs: Sequence[along.Leg]) -> Tensor:
+        """What all ranks have of these values, when they have come along these legs."""
+        for leg in legs:
+            values = values if leg.coded is None else leg.coded.image(values)
+        return values
 
     def _fetched(self) -> Tensor:
         assert self.master is not None
@@ -197,7 +246,7 @@ class Lane:
                 flat = self.part(self.full.flat, segment.param)
                 now = flat[segment.start : segment.start + segment.numel]
                 old = before[at].to(now.device)
-                differ = now.ne(old) & ~(now.isnan() & old.isnan())
+                differ = _differ(now, old)
                 if bool(differ.any()):
                     exact = now.to(self.key.master_dtype or now.dtype)
                     if self.master is not None:
@@ -234,10 +283,13 @@ class Lane:
 
     def _settle(self, flat: Tensor | None, ledger: Ledger) -> None:
         """Slices and the master where they rest, of the whole lane's values (None: zeros) in the master's dtype."""
+        exact = self._imagine(flat is not None) if self.parted else None
         if self.frees:
             self._mine = self.rest.make("compute", self.kept.numel, self.key.compute_dtype, "compute")
             if flat is not None:
                 self._mine.tensor.copy_(self.full.flat[self.kept.begin : self.kept.end])
+        elif exact is not None:
+            self._mine = Rest(exact)
         else:
             self._mine = Rest(self.full.flat[self.kept.begin : self.kept.end])
         self.is_away = self._mine.away  # `mine` rests on another tier, and is fetched to be gathered
@@ -245,13 +297,15 @@ class Lane:
         self._written = self._mine  # the part of compute that an update writes
         if self.updated != self.kept:
             own = self.updated.within(self.kept)
-            self._written = Rest(self._here[own.begin : own.end])
-        if self.key.master_dtype is None:
-            return
+            self._written = Rest(self._here[own.begin : own.end] if exact is None else exact)
+        if self.key.master_dtype is not None:
+            self._settle_master(flat, self.key.master_dtype, ledger)
+
+    def _settle_master(self, flat: Tensor | None, dtype: torch.dtype, ledger: Ledger) -> None:
         updated = self._written
-        if flat is None and self.key.master_dtype != self.key.compute_dtype:
-            values = lasting(updated.tensor.numel(), self.key.master_dtype, self.axes.device)
-        elif flat is None or flat is self.full.flat:
+        if flat is None and dtype != self.key.compute_dtype:
+            values = lasting(updated.tensor.numel(), dtype, self.axes.device)
+        elif flat is None or flat is self.full.flat:  # where compute is the master, they are one memory
             values = updated.tensor.to(self.axes.device)
         elif self.updated.numel == self.layout.numel:
             values = flat
@@ -266,6 +320,20 @@ class Lane:
         home = functools.partial(self.rest.make, "master") if away else None
         self.master = Master(values, updated, ledger, home, self.rest.wide and self.key.trainable)
         self._lags = self.master if delayed else None
+
+    def _imagine(self, filled: bool) -> Tensor:
+        """Of a parted lane: the exact compute that this rank updates, in memory of its own. What it leaves in `full`
+        is what the others will have of it: they were all given the same exact values, so nothing travels."""
+        flat = self.full.flat
+        exact = lasting(self.updated.numel, self.key.compute_dtype, self.axes.device)
+        if filled:
+            exact.copy_(flat[self.updated.begin : self.updated.end])
+            if not self.spec.differs:
+                legs = [leg for leg in self.coded_legs("update", "compute") if not (leg.coded and leg.coded.differs)]
+                flat.copy_(self._seen(flat, legs))
+        if self.spec.differs:
+            self._told = exact.clone()
+        return exact
 
     @property
     def lags(self) -> bool:
@@ -386,6 +454,30 @@ class Lane:
         self._hold_update()
         self._publishing = along.start_gather(self.axes, self._publish_legs, self._shared, self._written.tensor, label)
 
+    def publish_anew(self, label: str) -> None:
+        """The same, and waits for it. What all ranks have is a function of what is updated here alone then: nothing of
+        the past is left in it, so where differences travel in a step, values do so exactly."""
+        if self.parted:
+            self.bring_anew(label)
+        else:
+            self.start_publish(label)
+        self.wait()
+
+    @torch.no_grad()
+    def bring_anew(self, label: str) -> None:
+        """That of a parted lane, without a change of its parameters' classes."""
+        self.settle()
+        legs = self._publish_legs if self.frees else self._gather_legs
+        sent, own = (self._shared, self._written.tensor) if self.frees else (self._sent, self.mine)
+        first = legs[0]
+        if first.coded is not None and first.coded.differs:
+            first = first._replace(coded=None)
+        found = along.start_gather(self.axes, [first, *legs[1:]], sent, own, label)
+        assert found is not None
+        found.wait()
+        if self._told is not None:
+            self._told.copy_(own)
+
     def _finish_publishing(self) -> None:
         if self._publishing is not None:
             self._publishing.wait()
@@ -441,6 +533,8 @@ class Lane:
             self._move.wait()
             self._move = None
             self.full.ready = self.full.inflated
+            if self._told is not None:
+                self._told.copy_(self.full.flat[self.updated.begin : self.updated.end])
 
     def free(self) -> None:
         if self.frees:
@@ -537,10 +631,20 @@ class Lane:
     def nbytes(self) -> dict[str, int]:
         """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""
         return {
-            "compute": self.mine.nbytes if self.is_away else self.mine.untyped_storage().nbytes(),
+            "compute": self._compute_nbytes(),
             "master": self.master.nbytes() if self.master else 0,
             "grad": self.grads.nbytes() if self.grads else 0,
         }
+
+    def _compute_nbytes(self) -> int:
+        found = self.mine.nbytes if self.is_away else self.mine.untyped_storage().nbytes()
+        if self.parted:  # see Note [Parted]
+            found += self._written.tensor.nbytes if self.frees else self.full.nbytes
+        return found + (0 if self._told is None else self._told.nbytes)
+
+
+def _differ(now: Tensor, before: Tensor) -> Tensor:
+    return now.ne(before) & ~(now.isnan() & before.isnan())
 
 
 class Brought:

@@ -165,8 +165,9 @@ def gather_values(lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
     """The full values of a lane's parameters, in memory of their own, each in its own dtype."""
     lane.settle()
     lane.keep_writes()
-    if lane.master is not None and (lane.lags or any(slot.dtype != lane.key.compute_dtype for slot in slots)):
-        # Compute is only a cast of what the user gave: the master is exact.
+    rounded = lane.lags or lane.parted or any(slot.dtype != lane.key.compute_dtype for slot in slots)
+    if lane.master is not None and rounded:
+        # Compute is only a cast of what the user gave, or an image of that: the master is exact.
         whole = lane.gather_master()
     else:
         whole = lane.full.flat if not lane.frees else lane.gather_compute()

@@ -26,6 +26,12 @@ class LiveModel:
         """Wait for the updates and gathers that are under way."""
         self.engine.drain()
 
+    def begin_anew(self, step: int) -> None:
+        """A checkpoint of this step is written: from here on this run and one that resumes from it do the same. So
+        nothing may be left that it does not hold; every rank calls it."""
+        self.engine.publish_anew("at a save")
+        self.everyone.standing.seed_noise(step)
+
     def announce_if_joining(self, what: str) -> None:
         """Inside zeor.join a rank that is out of data cannot come to `what`: all ranks hear so before any waits."""
         announcer = self.engine.announcer
@@ -36,5 +42,4 @@ class LiveModel:
         """Where ranks keep more of compute than they update, each gets what the others have loaded."""
         lane.recode()
         if lane.spec.widening("update", "compute"):  # frozen lanes too
-            lane.start_publish(f"gather of unit {unit.name!r} after loading")
-            lane.wait()
+            lane.publish_anew(f"gather of unit {unit.name!r} after loading")

@@ -1,0 +1,127 @@
+"""zeor.set_wire: a run that changes its wire goes on like one that had it all along from there, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import zeor
+from tests import offloads
+from zeor import Wire
+
+
+def made(**options: Any) -> Any:
+    return offloads.made(keep_whole=30, **options)
+
+
+def changed(stage: int, first: Any, then: Any, precision: Any) -> None:
+    """Two steps by one wire, two by another: as a run that is loaded from the first two steps' checkpoint."""
+    model, optimizers = made(stage=stage, wire=first, precision=precision)
+    for step in range(2):
+        offloads.one_step(model, optimizers, step, "clip")
+    zeor.set_wire(model, then)
+    start = offloads.whole(model)
+    for step in range(2, 4):
+        offloads.one_step(model, optimizers, step, "clip")
+    found = offloads.whole(model)
+
+    other, its = made(stage=stage, wire=first, precision=precision)
+    for step in range(2):
+        offloads.one_step(other, its, step, "clip")
+    offloads.same(offloads.whole(other), start, "nothing but the wire changes")
+    with zeor.full_params(other):
+        values = {name: param.detach().clone() for name, param in other.named_parameters()}
+    third, last = made(stage=stage, wire=then if stage == 3 or first is not None else None, precision=precision)
+    for optimizer, source in zip(last, its, strict=True):
+        optimizer.load_state_dict(source.state_dict())
+    with zeor.full_params(third, write=True):
+        for name, param in third.named_parameters():
+            param.data.copy_(values[name])
+    if stage < 3 and first is None:
+        zeor.set_wire(third, then)
+    for step in range(2, 4):
+        offloads.one_step(third, last, step, "clip")
+    offloads.same(offloads.whole(third), found, (stage, first, then))
+
+
+@pytest.mark.parametrize(
+    "stage, first, then",
+    [
+        (3, None, "int8"),
+        (3, "int8", "exact"),
+        (2, None, Wire(reduce="int4", rotate=True)),
+        (2, "int8", "int4"),
+        (1, "int4", "int8"),
+        (0, None, "fp8"),
+    ],
+)
+def test_a_run_goes_on_by_another_wire(ranks, stage, first, then):
+    ranks(changed, 2, stage, first, then, None)
+
+
+def refused() -> list[str]:
+    found = []
+
+    def refuses(model: Any, wire: Any) -> None:
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+            zeor.set_wire(model, wire)
+        found.append(str(caught.value))
+
+    model, optimizers = made(stage=2)
+    refuses(model, "int8")
+    refuses(model, "int5")
+    refuses(model, {"gahter": "int8"})
+    refuses(model, Wire(across="int8"))
+    refuses(model, ("int8", "int4")[dist.get_rank()])
+    offloads.one_step(model, optimizers, 0, "clip")
+    model, _ = made(stage=3, wire="int8")
+    refuses(model, "int4")
+    return found
+
+
+def test_what_is_refused_names_what_to_do(ranks):
+    for found in ranks(refused, 2):
+        begins, unknown, misspelt, across, differ, plain = found
+        assert "wire= whose gathers are not exact" in begins
+        assert "wire='int5' is not known (did you mean" in unknown
+        assert "no field 'gahter' (did you mean 'gather'?)" in misspelt
+        assert "there is one axis" in across
+        assert "wires" in differ and "rank 1" in differ
+        assert "at stage 3 they hold nothing" in plain
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"wire": "int4"}, "at stage 3 they hold nothing"),
+        ({"wire": Wire(across="int8")}, "there is one axis"),
+        ({"wire": "int3"}, "wire='int3' is not known"),
+        ({"wire": 8}, "wire=8 is not known"),
+    ],
+)
+def test_shard_refuses_before_anything_changes(ranks, options, told):
+    def check() -> None:
+        model = offloads.net()
+        with pytest.raises(ValueError, match=told):
+            zeor.shard(model, **options)
+        zeor.shard(model)
+
+    ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"gather": "int7"}, "Wire.gather='int7' is not known"),
+        ({"reduce": "int8", "rounding": "random"}, "Wire.rounding='random' is not known"),
+        ({"reduce": "bf16", "rotate": True}, "Wire.rotate=True is for formats in blocks"),
+        ({"rotate": 1}, "Wire.rotate=1; give True or False"),
+        ({"across": Wire(across="int8")}, "has an across= of its own"),
+    ],
+)
+def test_a_wire_that_says_nothing_sensible(given, told):
+    with pytest.raises(ValueError) as caught:
+        Wire(**given)
+    assert told in str(caught.value)

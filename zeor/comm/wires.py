@@ -1,0 +1,219 @@
+"""Gathers and reduces whose bytes are codes: encode, an exact verb over bytes, decode.
+
+    gather   each rank encodes what it has; all ranks, that one too, take what decoding gives: the same values
+    everywhere reduce   each rank encodes the others' parts of what it has; each decodes what it gets and sums it with
+    its own part,
+             which does not travel and stays exact, in rank order and in fp32 at least. Codes are never summed
+
+Both are used as a verbs.Move is. The codes lie in memory of the ledger's. Blocks of codes begin anew with each fine
+slice of a lane, so that they do not depend on how many slices travel together. This module knows flat tensors and an
+axis; memory/codecs.py knows formats.
+
+Note [Differences]
+~~~~~~~~~~~~~~~~~~
+Four bits are too few for weights, but enough for how far they have moved since they were last sent. Where all ranks
+hold what was sent last, the owner sends the codes of the difference between what it has and that, and every rank adds
+what they decode to. What rounding left out is part of the next difference, so nothing is lost for good. What ranks
+hold then depends on the past: where it must not (a checkpoint was saved or loaded) new values travel exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeor.comm import verbs
+from zeor.comm.axes import Axis
+from zeor.memory.buffers import Ledger
+from zeor.memory.codecs import DEVICE_CHUNK_NUMEL, HOST_CHUNK_NUMEL, Codec
+from zeor.memory.noise import Noise
+
+
+@dataclass(frozen=True)
+class Coded:
+    """How a tensor travels. differs: see Note [Differences]. noise: of its first element, where it is rounded by
+    chance."""
+
+    codec: Codec
+    slice_numel: int
+    ledger: Ledger
+    differs: bool = False
+    noise: Noise | None = None
+
+    def nbytes(self, numel: int) -> int:
+        return self.codec.nbytes(self.slice_numel) * (numel // self.slice_numel) if numel else 0
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        return self.ledger.take("codes", nbytes, torch.uint8, device)
+
+    def give(self, message: Tensor) -> None:
+        self.ledger.give("codes", message)
+
+    def slices(self, numel: int) -> list[tuple[slice, slice]]:
+        """Of so many elements: (elements, bytes of their codes) of each fine slice."""
+        length, each = self.slice_numel, self.codec.nbytes(self.slice_numel)
+        count = numel // length if numel else 0
+        return [(slice(i * length, (i + 1) * length), slice(i * each, (i + 1) * each)) for i in range(count)]
+
+    def encode(self, message: Tensor, values: Tensor, first: int = 0) -> None:
+        """`first`: how many elements lie before them, for the noise."""
+        for elements, codes in self.slices(values.numel()):
+            noise = None if self.noise is None else self.noise.beyond(first + elements.start)
+            self.codec.encode_into(message[codes], values[elements], noise)
+
+    def decode(self, values: Tensor, message: Tensor) -> None:
+        for elements, codes in self.slices(values.numel()):
+            self.codec.decode_into(values[elements], message[codes])
+
+    @torch.no_grad()
+    def image(self, values: Tensor) -> Tensor:
+        """What all ranks get of these values, where no difference is sent."""
+        message = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.encode(message, values)
+        found = torch.empty_like(values)
+        self.decode(found, message)
+        return found
+
+
+class Gather:
+    """SLICE -> FULL. As verbs.gather, of which `mine` may be a part of `full`."""
+
+    def __init__(self, axis: Axis, full: Tensor, mine: Tensor, label: str, coded: Coded):
+        self._axis, self._label, self._coded = axis, label, coded
+        self._full: Tensor | None = full
+        self._mine = mine
+        self._row = coded.nbytes(mine.numel())
+        self.messages = coded.take(axis.size * self._row, full.device)
+        self.own = self.messages[axis.rank * self._row : (axis.rank + 1) * self._row]
+        self._begun: Callable[[], verbs.Waited]
+        axis.observer.traffic.shortened(axis.name, "gather", (mine.nbytes - self._row) * (axis.size - 1))
+
+    @torch.no_grad()
+    def encode(self) -> None:
+        assert self._full is not None
+        with self._axis.observer.coding("encode", self._label, self._axis.device):
+            values = self._mine
+            if self._coded.differs:
+                held = self._full.view(self._axis.size, -1)[self._axis.rank]
+                values = values.float() - held.float()
+            self._coded.encode(self.own, values)
+
+    def start(self) -> Gather:
+        self.encode()
+        move = verbs.gather(self._axis, self.messages, self.own, self._label)
+        self._begun = lambda: move
+        return self
+
+    def start_after(self, first: Callable[[], verbs.Waited]) -> Gather:
+        """Of what another gather brings: see verbs.gather_after."""
+        parts = verbs.Parts.of(self._axis, self.messages)
+        then = lambda: _Then(first, self.encode)
+        self._begun = verbs.gather_after(then, self._axis, self.messages, self.own, self._label, parts)
+        return self
+
+    def itself(self) -> Gather:
+        return self
+
+    @torch.no_grad()
+    def wait(self, noted: bool = True) -> Tensor:
+        if self._full is not None:
+            self._begun().wait(noted)
+            with self._axis.observer.coding("decode", self._label, self._axis.device):
+                parts = self._full.view(self._axis.size, -1)
+                for part, message in zip(parts, self.messages.view(self._axis.size, -1)):
+                    if self._coded.differs:
+                        self._add(part, message)
+                    else:
+                        self._coded.decode(part, message)
+            self._coded.give(self.messages)
+            self._full, self._mine = None, self._mine[:0]
+        return self._mine
+
+    def _add(self, part: Tensor, message: Tensor) -> None:
+        for elements, codes in self._coded.slices(part.numel()):
+            into = part[elements]
+            for begin, end in _chunks(into):
+                moved = torch.empty(end - begin, dtype=torch.float32, device=part.device)
+                self._coded.codec.decode_into(moved, message[codes], begin)
+                into[begin:end].copy_(moved.add_(into[begin:end]))
+
+
+class _Then:
+    """A move, and what is done when it is over."""
+
+    def __init__(self, first: Callable[[], verbs.Waited], then: Callable[[], None]):
+        self._first, self._then = first, then
+
+    def wait(self, noted: bool = True) -> Tensor:
+        found = self._first().wait(noted)
+        self._then()
+        return found
+
+
+class Reduce:
+    """PARTIAL -> SLICE, times `factor`. As verbs.reduce; `into` gives the memory for the sum. `first`: how many
+    elements lie before those of `full`, for the noise."""
+
+    def __init__(
+        self, axis: Axis, full: Tensor, coded: Coded, factor: float, into: Callable[[], Tensor], first: int = 0
+    ):
+        self._axis, self._coded, self._factor, self._into = axis, coded, factor, into
+        self._parts = full.view(axis.size, -1)
+        self._row, self._first = coded.nbytes(self._parts.shape[1]), first
+        self._sent = coded.take(axis.size * self._row, full.device)
+        self._received = coded.take(verbs.exchange_receives(axis, self._sent.numel()), full.device)
+        self._sum: Tensor | None = None
+
+    @torch.no_grad()
+    def start(self, label: str) -> Reduce:
+        axis, numel = self._axis, self._parts.shape[1]
+        self._label = label
+        with axis.observer.coding("encode", label, axis.device):
+            for rank, (part, message) in enumerate(zip(self._parts, self._sent.view(axis.size, -1))):
+                if rank != axis.rank:
+                    self._coded.encode(message, part, self._first + rank * numel)
+        saved = (numel * self._parts.itemsize - self._row) * (axis.size - 1)
+        axis.observer.traffic.shortened(axis.name, "reduce", saved)
+        self._move = verbs.exchange(axis, self._sent, self._received, label)
+        return self
+
+    def arrives_within(self, seconds: float) -> bool:
+        return self._sum is not None or self._move.arrives_within(seconds)
+
+    @torch.no_grad()
+    def wait(self) -> Tensor:
+        if self._sum is None:
+            self._move.wait()
+            into = self._into()
+            with self._axis.observer.coding("decode", self._label, self._axis.device):
+                self._sum_up(into, verbs.exchanged(self._axis, self._received))
+            for message in (self._received, self._sent):
+                self._coded.give(message)
+            self._sum = into
+            self._parts = self._parts[:0]
+        return self._sum
+
+    def _sum_up(self, into: Tensor, messages: list[Tensor | None]) -> None:
+        """In rank order, piece by piece; `into` may be this rank's own part."""
+        own, wide = self._parts[self._axis.rank], torch.promote_types(into.dtype, torch.float32)
+        for elements, codes in self._coded.slices(into.numel()):
+            out, mine = into[elements], own[elements]
+            for begin, end in _chunks(out):
+                total, piece = (torch.empty(end - begin, dtype=wide, device=out.device) for _ in range(2))
+                for rank, message in enumerate(messages):
+                    here = piece if rank else total
+                    if message is None:
+                        here.copy_(mine[begin:end])
+                    else:
+                        self._coded.codec.decode_into(here, message[codes], begin)
+                    if rank:
+                        total.add_(piece)
+                out[begin:end].copy_(total if self._factor == 1.0 else total.mul_(self._factor))
+
+
+def _chunks(flat: Tensor) -> list[tuple[int, int]]:
+    size = HOST_CHUNK_NUMEL if flat.device.type == "cpu" else DEVICE_CHUNK_NUMEL
+    return [(begin, min(begin + size, flat.numel())) for begin in range(0, flat.numel(), size)]
