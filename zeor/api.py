@@ -55,6 +55,7 @@ from zeor.optim.parts.checks import (
     watch_steps,
 )
 from zeor.optim.stepper import Stepper
+from zeor.parallel.tensor import check_replicas, tensor_ranks
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.asked import Asked, Where
 from zeor.planner.bytes import predict
@@ -177,6 +178,10 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
+    ranks = tensor_ranks(model, axes, plan.deterministic, plan.timeout)
+    if ranks is not None:
+        axes.stand_beside(ranks)
+        check_replicas(model, axes)
     check_model(model, axes.everyone.size)
     if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
@@ -261,7 +266,8 @@ def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: lis
     slots = {spec.name: builder.slots(spec.params) for spec in specs}
     same_everywhere(axes.everyone, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
     described = [
-        f"{slot.name!r}: {slot.shape}, {slot.param.dtype}{'' if slot.trains else ', frozen'}, in unit {spec.name!r}"
+        f"{slot.name!r}: {slot.whole_shape}{slot.placed.describe() if slot.placed else ''}, {slot.param.dtype}"
+        f"{'' if slot.trains else ', frozen'}, in unit {spec.name!r}"
         for spec in specs
         for slot in slots[spec.name]
     ]
@@ -283,7 +289,8 @@ def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: lis
     engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // sharing)
     for spec in specs:
         meta.receive_values(slots[spec.name], axes.device, engine.unfilled)
-        keys = {slot: lane_key(slot.param, slot.owners, plan.precision, small) for slot in slots[spec.name]}
+        key = lambda slot: lane_key(slot.param, slot.owners, plan.precision, small, slot.partial)
+        keys = {slot: key(slot) for slot in slots[spec.name]}
         engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
     meta.place_buffers(axes.everyone, model, engine.unfilled)
     builder.finish(model)

@@ -51,7 +51,7 @@ def all_grads(units: Sequence[Unit], handed_out: HandedOut) -> dict[Slot, Tensor
             grads = lane.gather_grads()
             for slot in members:
                 if lane.grads.has[slot.index]:
-                    found[slot] = grads[slot.index].view(slot.shape).to(slot.dtype, copy=True)
+                    found[slot] = slot.wrap(grads[slot.index].view(slot.shape).to(slot.dtype, copy=True))
     return found
 
 
@@ -118,7 +118,7 @@ def _exchanged(slot: Slot, present: set[nn.Module]) -> str:
         found = module._parameters.get(attr)
         if found is None:
             return f"{slot.name!r} was removed"
-        if found is not slot.param or tuple(found.shape) != slot.shape:
+        if found is not slot.param or tuple(found.shape) != slot.whole_shape:
             return f"{slot.name!r} was replaced by one of shape {tuple(found.shape)}"
     return ""
 

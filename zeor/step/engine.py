@@ -91,7 +91,7 @@ class Engine:
 
     def add_unit(
         self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable[[Slot], LaneKey],
-        value: Callable[[Slot], Tensor] = lambda slot: slot.param,
+        value: Callable[[Slot], Tensor] = lambda slot: slot.value,
     ) -> Unit:  # fmt: skip
         """Pack parameters into lanes by key, and lay the user's objects over them. `value`: of a parameter; on the meta
         device where it comes later."""
@@ -363,8 +363,8 @@ class Engine:
         lane.retire()
         by_key: dict[LaneKey, list[Slot]] = {}
         for slot in members:
-            like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
-            key = lane_key(like, slot.owners, self.plan.precision, small) if slot.trains else lane.key
+            like = slot.wrap(values[slot]).detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
+            key = lane_key(like, slot.owners, self.plan.precision, small, slot.partial) if slot.trains else lane.key
             by_key.setdefault(key, []).append(slot)
         made = [
             self._make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()
