@@ -55,7 +55,8 @@ from zeor.optim.parts.checks import (
     watch_steps,
 )
 from zeor.optim.stepper import Stepper
-from zeor.parallel.tensor import check_replicas, tensor_ranks
+from zeor.parallel import partial_norms
+from zeor.parallel.tensor import check_replicas, check_ties, tensor_ranks
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.asked import Asked, Where
 from zeor.planner.bytes import predict
@@ -178,9 +179,11 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
-    ranks = tensor_ranks(model, axes, plan.deterministic, plan.timeout)
+    ranks, hooked = tensor_ranks(model, axes, plan.deterministic, plan.timeout), []
     if ranks is not None:
         axes.stand_beside(ranks)
+        hooked = partial_norms.find_hooked(model)
+        check_ties(model)
         check_replicas(model, axes)
     check_model(model, axes.everyone.size)
     if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
@@ -190,8 +193,10 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
         )
     linears = fp8.convert(model, plan, units, home.device, axes.everyone.size)
     try:
-        engine = _build(model, plan, axes, units, optimizers)
+        partial_norms.mark(hooked)
+        engine = _build(model, plan, axes, units, optimizers, {id(p) for p in partial_norms.partial_params(hooked)})
     except BaseException:
+        partial_norms.unmark(hooked)
         if linears is not None:
             linears.undo()
         raise
@@ -256,14 +261,19 @@ def _refuse_nested(model: nn.Module) -> None:
             )
 
 
-def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: list[Optimizer]) -> Engine:
-    """Find units, compare ranks, pack, and turn the user's parameters into views."""
+def _build(
+    model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: list[Optimizer], partial: set[int]
+) -> Engine:
+    """Find units, compare ranks, pack, and turn the user's parameters into views. `partial`: ids of plain parameters
+    whose gradients tensor-parallel ranks have parts of."""
     small = small_numel(plan, axes.everyone.size)
     specs = find_units(model, units, small)
     _drop_old_graphs(model)
     engine = Engine(plan, axes)
     builder = Builder(engine)
     slots = {spec.name: builder.slots(spec.params) for spec in specs}
+    for slot in (slot for spec in specs for slot in slots[spec.name] if id(slot.param) in partial):
+        slot.partial = tuple(range(len(axes.tensor_coords)))
     same_everywhere(axes.everyone, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
     described = [
         f"{slot.name!r}: {slot.whole_shape}{slot.placed.describe() if slot.placed else ''}, {slot.param.dtype}"
@@ -359,7 +369,7 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         return
     engine = state.engine
     if engine.announcer.block is None:
-        attend(engine.axes.everyone, "zeor.full_params")
+        attend(engine.axes.whole, "zeor.full_params")
     if write:
         engine.announce(events.OTHER, "zeor.full_params(write=True)", meets=False)
     else:
@@ -373,7 +383,7 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         yield model
         if write:
             full.check_unchanged(engine.axes.everyone, unwrapped(model), values)
-            written = full.spread(engine.axes.everyone, values)
+            written = full.spread(engine.axes, values)
     finally:
         state.shown = False
         changed = shown.hide()
@@ -422,6 +432,7 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     for stepper, whole in zip(state.steppers, states):
         stepper.unshard(whole)
     state.hooks.remove()
+    partial_norms.unmark(partial_norms.find_hooked(model))
     if (linears := engine.find(fp8.Float8Linears)) is not None:
         linears.undo()
     for slot, value in values.items():

@@ -1,7 +1,7 @@
 """Models that tensor parallelism has cut, trained by zeor over what is left, and the same in one process.
 
-A `Divided` says which model, on which mesh and how; `train` gives what ranks hold at the end, whole, and `reference` what
-one process has that sees the batches of all data-parallel ranks.
+A `Divided` says which model, on which mesh and how; `train` gives what ranks hold at the end, whole, and `reference`
+what one process has that sees the batches of all data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Divided:
     micro: str = "1"  # micro-batches: "1", "3" (each reduced), "3 no_sync"
     clip: str = "none"  # "none", "stock", "zeor"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    plain: bool = False  # the model is not cut, and has no DTensor
 
     @property
     def micros(self) -> int:
@@ -112,13 +113,48 @@ PLANS: dict[str, Callable[[nn.Module, Any], None]] = {
 }
 
 
+# ---- models of transformers
+
+
+def config_of(name: str) -> Any:
+    import transformers
+
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "tie_word_embeddings": name == "tied llama", "attn_implementation": "eager",
+    }  # fmt: skip
+    if name == "qwen3":
+        return transformers.Qwen3Config(**common, head_dim=4)
+    if name == "mixtral":
+        return transformers.MixtralConfig(**common, num_local_experts=4, experts_implementation="eager")
+    return transformers.LlamaConfig(**common)
+
+
+def by_transformers(model: Any, mesh: Any) -> None:
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    apply_tensor_parallelism(model, mesh, plan)
+    if model.config.tie_word_embeddings:  # which that has undone
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+TRANSFORMERS = ("llama", "tied llama", "qwen3", "mixtral")
+
+
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return Language().double()
+    if name not in TRANSFORMERS:
+        return Language().double()
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(config_of(name)).double()
 
 
 def cut(name: str, model: nn.Module, mesh: Any) -> None:
-    PLANS[name](model, mesh)
+    (by_transformers if name in TRANSFORMERS else PLANS[name])(model, mesh)
 
 
 # ---- training
@@ -161,7 +197,8 @@ def sharded(setting: Divided, make: Callable = adamw) -> tuple[nn.Module, Any, A
     """(model, optimizer, mesh)."""
     mesh = init_device_mesh("cpu", setting.shape, mesh_dim_names=("dp", "tp"))
     model = made(setting.model)
-    cut(setting.model, model, mesh["tp"])
+    if not setting.plain:
+        cut(setting.model, model, mesh["tp"])
     optimizer = make(model)
     zeor.shard(model, optimizer, stage=setting.stage, mesh=mesh["dp"], **setting.options)
     return model, optimizer, mesh

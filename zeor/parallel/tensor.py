@@ -8,6 +8,7 @@ memory/placed.py knows.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from zeor.comm.agree import exchange, raise_first
 from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
-from zeor.memory.placed import Placed, is_placed
+from zeor.memory.placed import Placed, is_placed, local_tensor
 
 
 def tensor_ranks(model: nn.Module, axes: Axes, deterministic: bool, timeout: float) -> TensorRanks | None:
@@ -95,6 +96,37 @@ def _stand(mesh: Any, axes: Axes, deterministic: bool, timeout: float) -> Tensor
     if len(set(map(tuple, found))) != whole.size or len(found) != everyone.size * math.prod(axis.size for axis in dims):
         raise TypeError("The model's DTensors and the ranks that zeor was given do not stand on one grid of ranks.")
     return TensorRanks(tuple(dims), coords, whole, tuple((beside, ours) for beside, ours in found))
+
+
+# ---- ties that were undone
+
+
+def check_ties(model: nn.Module) -> None:
+    """Tensor parallelism makes a new parameter in each place, so what was one parameter in two places is two.
+    ValueError where transformers says that they are tied; a warning where two have the same values."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None)
+    for name, other in tied.items() if isinstance(tied, dict) else ():
+        one, two = params.get(name), params.get(other)
+        if one is not None and two is not None and one is not two:
+            raise ValueError(
+                f"{name!r} and {other!r} are tied in this model, and tensor parallelism has made two parameters of "
+                f"them; assign the object itself before zeor.shard ({name} = {other}), and make the optimizer then."
+            )
+    known: dict[Any, str] = {}
+    for name, param in model.named_parameters():
+        local = local_tensor(param)
+        if not is_placed(param) or param.is_meta or local.dim() < 2 or local.numel() < 2:
+            continue
+        key = (tuple(param.shape), param.dtype, *_fingerprint(local))
+        if key in known and bool((local != local.reshape(-1)[0]).any()):
+            warnings.warn(
+                f"{known[key]!r} and {name!r} have the same values and are two parameters: if they were tied, "
+                "parallelize_module has undone it; assign the object itself (b.weight = a.weight) before zeor.shard, "
+                "and make the optimizer after that.",
+                stacklevel=4,
+            )
+        known.setdefault(key, name)
 
 
 # ---- parameters that all these ranks share

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zeor.comm.observe import Place
+from zeor.layout.boxes import Box, boxes_of_range
 from zeor.memory import param as parameters
-from zeor.memory.placed import Placed, held_shape, is_placed, local_tensor, replicated_dims
+from zeor.memory.placed import Placed, held_shape, is_placed, local_tensor
 from zeor.memory.view import Held
 from zeor.step.grads import USABLE, GradLane, State
 from zeor.step.lane import Lane
@@ -36,9 +37,8 @@ class Slot:
         self.placed = Placed(name, param) if is_placed(param) else None  # of a DTensor
         self.shape, self.dtype = tuple(held_shape(param)), param.dtype  # of what lies here; as the user gave it
         self.whole_shape = tuple(param.shape)  # of a DTensor the global one
-        # Mesh dimensions, of those that are not ours, along which its gradient may be partial, and is where that is
-        # plain: see Note [Partial gradients] in memory/placed.py.
-        self.sums = replicated_dims(param) if param.requires_grad else ()
+        # Mesh dimensions, of those that are not ours, along which the gradient of a plain parameter is partial: see
+        # Note [Partial gradients] in memory/placed.py.
         self.partial: tuple[int, ...] = ()
         self.param: nn.Parameter = param  # the user's own object
         self.held: Held  # what the parameter and its gradient ask
@@ -62,6 +62,14 @@ class Slot:
     def wrap(self, local: Tensor) -> Tensor:
         """A tensor of the local shape as one of the parameter's own kind."""
         return local if self.placed is None else self.placed.wrap(local)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole value as a plain tensor, of what the lane has; of a DTensor by a collective of torch's."""
+        return local if self.placed is None else self.placed.wrap(local).full_tensor()
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """Elements [start, stop) of what its lane has, flattened, as boxes of the whole parameter, in order."""
+        return boxes_of_range(self.shape, start, stop) if self.placed is None else self.placed.boxes(start, stop)
 
     def part_of(self, grad: Tensor, coords: Sequence[int]) -> Tensor:
         """What this rank adds of a gradient that autograd made. `coords`: its place along the mesh dimensions that are
