@@ -136,8 +136,10 @@ def by_transformers(model: Any, mesh: Any) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    if model.config.tie_word_embeddings:  # its name is none of the model's parameters
+        plan.pop("lm_head.weight")
     apply_tensor_parallelism(model, mesh, plan)
-    if model.config.tie_word_embeddings:  # which that has undone
+    if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 

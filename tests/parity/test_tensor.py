@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import covering
-from tests.parity.divided import SHAPES, Divided, compared
+from tests.parity.divided import SHAPES, TRANSFORMERS, Divided, compared
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": ("mlp", "sequence", "vocabulary"),
@@ -19,6 +19,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "clip": ("none", "stock", "zeor"),
 }
 NEAR = {"mixtral": 1e-6}  # tensor parallelism alone is off by 4e-9 there
+
+
 
 
 def all_compared(settings: list[Divided]) -> list[tuple[float, bytes]]:
@@ -48,8 +50,14 @@ def test_stages_are_one_process_and_each_other(ranks: Callable, shape: tuple[int
     check(ranks, settings)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_models_of_transformers(ranks: Callable, model: str) -> None:
+    check(ranks, [Divided(model, (2, 2), stage, "3 no_sync", "zeor") for stage in (0, 1, 2, 3)])
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("model", FACTORS["model"])
+@pytest.mark.parametrize("model", (*FACTORS["model"], *TRANSFORMERS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_whole_product(ranks: Callable, shape: tuple[int, int], model: str) -> None:
     rows = covering.product({**FACTORS, "shape": (shape,), "model": (model,)})
