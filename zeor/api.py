@@ -56,7 +56,7 @@ from zeor.optim.parts.checks import (
 )
 from zeor.optim.stepper import Stepper
 from zeor.parallel import partial_norms
-from zeor.parallel.tensor import check_replicas, check_ties, tensor_ranks
+from zeor.parallel.tensor import check_plan, check_replicas, check_ties, tensor_ranks
 from zeor.plan import Offload, Plan, Precision
 from zeor.planner.asked import Asked, Where
 from zeor.planner.bytes import predict
@@ -182,6 +182,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     ranks, hooked = tensor_ranks(model, axes, plan.deterministic, plan.timeout), []
     if ranks is not None:
         axes.stand_beside(ranks)
+        check_plan(model, plan)
         hooked = partial_norms.find_hooked(model)
         check_ties(model)
         check_replicas(model, axes)

@@ -202,7 +202,8 @@ def sharded(setting: Divided, make: Callable = adamw) -> tuple[nn.Module, Any, A
     if not setting.plain:
         cut(setting.model, model, mesh["tp"])
     optimizer = make(model)
-    zeor.shard(model, optimizer, stage=setting.stage, mesh=mesh["dp"], **setting.options)
+    options = {"keep_whole": 32, **setting.options}  # norms lie with the small ones, matrices and some biases do not
+    zeor.shard(model, optimizer, stage=setting.stage, mesh=mesh["dp"], **options)
     return model, optimizer, mesh
 
 

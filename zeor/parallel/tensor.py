@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zeor.comm.agree import exchange, raise_first
 from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
 from zeor.memory.placed import Placed, is_placed, local_tensor
+from zeor.plan import Plan
 
 
 def tensor_ranks(model: nn.Module, axes: Axes, deterministic: bool, timeout: float) -> TensorRanks | None:
@@ -96,6 +97,22 @@ def _stand(mesh: Any, axes: Axes, deterministic: bool, timeout: float) -> Tensor
     if len(set(map(tuple, found))) != whole.size or len(found) != everyone.size * math.prod(axis.size for axis in dims):
         raise TypeError("The model's DTensors and the ranks that zeor was given do not stand on one grid of ranks.")
     return TensorRanks(tuple(dims), coords, whole, tuple((beside, ours) for beside, ours in found))
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """ValueError where something was asked for that does not know DTensors."""
+    name = next(name for name, param in model.named_parameters() if is_placed(param))
+    if plan.precision.float8 is not None:
+        raise ValueError(
+            f"precision='fp8' multiplies plain weights in 8 bits, and {name!r} is a DTensor; use precision='bf16'."
+        )
+    compiled = next((each for each, module in model.named_modules() if module._compiled_call_impl is not None), None)
+    if plan.compile is not False or compiled is not None:
+        asked = "compile=" if compiled is None else f"compile() of module {compiled!r}"
+        raise ValueError(
+            f"{asked} cannot trace {name!r}, a DTensor that zeor shards further; leave it out of a model that tensor "
+            "parallelism has cut."
+        )
 
 
 # ---- ties that were undone

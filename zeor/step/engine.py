@@ -373,6 +373,12 @@ class Engine:
         unit.lanes[place : place + 1] = made
         unit.place_lanes()
 
+    def refuse_divided(self, what: str) -> None:
+        """RuntimeError where parameters are DTensors, for a verb that would take a part of one for the whole."""
+        slot = next((slot for slot in self.slots if slot.placed is not None), None)
+        if slot is not None:
+            raise RuntimeError(f"{what} Parameter {slot.name!r} is a DTensor, cut by tensor parallelism.")
+
     # ---- bytes
 
     def nbytes(self) -> dict[str, int]:
