@@ -169,6 +169,32 @@ def test_partial_gradients_are_summed_once_per_lane_and_step(ranks: Callable, mi
         assert least <= report["compute"] <= least + report["padding"]
 
 
+def given_back(name: str) -> tuple[list[str], list[str], dict[str, int]]:
+    model, optimizer, mesh = sharded(Divided(name, (2, 2), 3, options={"keep_whole": 0}))
+    engine = state_of(model).engine
+    rank = mesh.get_local_rank("dp")
+    one_step(model, optimizer, 0, rank, Divided(name))
+
+    def held() -> list[str]:
+        return [unit.name for unit in engine.units if any(lane.full._storage.size() for lane in unit.lanes)]
+
+    loss = loss_of(model, *batch(1, 0, rank))
+    between = held()
+    loss.backward()
+    after = held()
+    optimizer.step()
+    return between, after, {kind: nbytes for kind, nbytes in engine.ledger.live.items() if nbytes}
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("sequence", "head"), ("between", "head"), ("llama", "lm_head"), ("mixtral", "lm_head")]
+)
+def test_memory_of_dtensors_is_given_back(ranks: Callable, name: str, last: str) -> None:
+    """What autograd saved of a parameter, as a DTensor or as a local tensor, holds none of it."""
+    for between, after, live in ranks(given_back, 4, name):
+        assert between == ["root", last] and after == [] and live == {}
+
+
 # ---- what is refused
 
 

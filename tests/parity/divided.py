@@ -79,19 +79,20 @@ def column_and_row(model: nn.Module, mesh: Any) -> None:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def by_sequence(model: nn.Module, mesh: Any) -> None:
-    """Norms are cut by sequence: their weights are replicated, and their gradients partial."""
+def by_sequence(model: nn.Module, mesh: Any, local: bool = True) -> None:
+    """Norms are cut by sequence: their weights are replicated, and their gradients partial. `local`: units hand each
+    other plain tensors, else DTensors."""
     outer = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local),
+        "norm": SequenceParallel(use_local_output=local),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, outer)
     for block in model.blocks:
         inner = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "norm": SequenceParallel(use_local_output=local),
+            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=local),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=local),
         }
         parallelize_module(block, mesh, inner)
 
@@ -109,6 +110,7 @@ def by_vocabulary(model: nn.Module, mesh: Any) -> None:
 PLANS: dict[str, Callable[[nn.Module, Any], None]] = {
     "mlp": column_and_row,
     "sequence": by_sequence,
+    "between": functools.partial(by_sequence, local=False),
     "vocabulary": by_vocabulary,
 }
 

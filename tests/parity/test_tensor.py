@@ -12,7 +12,7 @@ from tests import covering
 from tests.parity.divided import SHAPES, TRANSFORMERS, Divided, compared
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "model": ("mlp", "sequence", "vocabulary"),
+    "model": ("mlp", "sequence", "between", "vocabulary"),
     "shape": SHAPES,
     "stage": (0, 1, 2, 3),
     "micro": ("1", "3", "3 no_sync"),
