@@ -275,14 +275,14 @@ def _build(
     slots = {spec.name: builder.slots(spec.params) for spec in specs}
     for slot in (slot for spec in specs for slot in slots[spec.name] if id(slot.param) in partial):
         slot.partial = tuple(range(len(axes.tensor_coords)))
-    same_everywhere(axes.everyone, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
+    same_everywhere(axes.whole, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
     described = [
         f"{slot.name!r}: {slot.whole_shape}{slot.placed.describe() if slot.placed else ''}, {slot.param.dtype}"
         f"{'' if slot.trains else ', frozen'}, in unit {spec.name!r}"
         for spec in specs
         for slot in slots[spec.name]
     ]
-    same_everywhere(axes.everyone, "models", described)
+    same_everywhere(axes.whole, "models", described)
     engine.slots.extend(slot for spec in specs for slot in slots[spec.name])  # as long as things are checked
     meta.settle(axes.everyone, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
@@ -327,7 +327,7 @@ def _compare_optimizers(axes: Axes, slots: list[Slot], optimizers: list[Optimize
             settings = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in given}
             lines.append(f"{where}: {settings}")
             lines.extend(f"{where}: {names.get(id(p), 'a foreign parameter')!r}" for p in group["params"])
-    same_everywhere(axes.everyone, "optimizer groups", lines)
+    same_everywhere(axes.whole, "optimizer groups", lines)
 
 
 @contextmanager

@@ -94,6 +94,21 @@ def test_parameters_and_gradients_stay_dtensors(ranks: Callable, stage: int) -> 
             assert found["reads"][3] == found["reads"][0]
 
 
+def written() -> list[float]:
+    model, _, mesh = sharded(Divided("sequence", (2, 2), 0, options={"precision": "bf16"}))
+    for step in range(2):  # the sum of two is wider than what is handed out, so that is a copy
+        backward(model, mesh, step)
+    grad = model.blocks[0].up.weight.grad
+    before = float(grad.norm())
+    grad.to_local().mul_(2.0)
+    return [before, float(grad.norm())]
+
+
+def test_a_write_into_a_local_gradient_counts(ranks: Callable) -> None:
+    for before, after in ranks(written, 4):
+        assert before > 0 and abs(after / before - 2) < 0.02
+
+
 def loaded(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     model, _, _ = sharded(Divided("sequence", (2, 2), stage))
     plain = {name: value + 1 for name, value in made("sequence").state_dict().items()}

@@ -157,7 +157,8 @@ class Handle(Held):
         """This rank's part of the gradient's shape."""
         grads = self.slot.lane.grads
         assert grads is not None
-        return grads.cut(self.slot.index, self._local(full).reshape(-1))
+        is_part = self.placed is not None and tuple(full.shape) == self.slot.shape  # of a DTensor, as it was handed out
+        return grads.cut(self.slot.index, (full if is_part else self._local(full)).reshape(-1))
 
     # ---- the gradient
 
