@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import zeor
-from tests.parity.divided import Divided, adamw, cut, made, one_step, sharded, whole
+from tests.parity.divided import Divided, adamw, cut, made, new_mesh, one_step, sharded, whole
 
 STEP = 7
 
@@ -132,9 +132,7 @@ def test_values_are_global(ranks: Callable, tmp_path: Path, stage: int) -> None:
 
 
 def from_files(folder: str, setting: Divided) -> dict[str, bytes]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", setting.shape, mesh_dim_names=("dp", "tp"))
+    mesh = new_mesh(*setting.shape)
     with zeor.on_meta():
         model = made(setting.model)
     cut(setting.model, model, mesh["tp"])

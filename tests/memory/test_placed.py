@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.parity.divided import new_mesh
 from zeor.memory.placed import Placed, local_tensor
 
 ONE = [
@@ -27,7 +27,7 @@ TWO = [
 
 
 def look(sizes: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]) -> tuple[int, ...]:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ep", "tp")[-len(sizes) :])
+    mesh = new_mesh(*sizes, names=("ep", "tp")[-len(sizes) :])
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     param = nn.Parameter(distribute_tensor(whole, mesh, placements))
     placed, local = Placed("w", param), local_tensor(param).detach()
@@ -52,7 +52,7 @@ def test_boxes_over_a_mesh_of_two_dimensions(ranks: Callable, shape: tuple[int, 
 
 
 def taken(mine: Any, given: Any) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = new_mesh(2, names=("tp",))
     whole = torch.arange(12.0).view(4, 3)
     param = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [mine]))
     if given.is_partial():
@@ -74,7 +74,7 @@ def test_a_gradient_of_any_placement_becomes_this_ranks_part(ranks: Callable, mi
 
 
 def refused() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = new_mesh(2, names=("tp",))
     with pytest.raises(TypeError) as error:
         Placed("w", nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Partial()], run_check=False)))
     return str(error.value)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zeor
-from tests.parity.divided import Divided, adamw, batch, cut, loss_of, made, one_step, sharded, whole
+from tests.parity.divided import Divided, adamw, batch, cut, loss_of, made, new_mesh, one_step, sharded, whole
 from zeor.access.sharded import state_of
 
 
@@ -25,7 +24,7 @@ def backward(model: nn.Module, mesh: Any, step: int = 0) -> None:
 
 
 def held(stage: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = new_mesh(2, 2)
     model = made("sequence")
     cut("sequence", model, mesh["tp"])
     before, weight = list(model.parameters()), model.blocks[0].up.weight
@@ -221,12 +220,8 @@ def text_of(do: Callable[[], Any], kind: type[Exception] = Exception) -> str:
     return "nothing was raised"
 
 
-def mesh_of(*sizes: int) -> Any:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-
-
 def divided() -> tuple[nn.Module, Any]:
-    mesh = mesh_of(2, 2)
+    mesh = new_mesh(2, 2)
     model = made("mlp")
     cut("mlp", model, mesh["tp"])
     return model, mesh
@@ -245,7 +240,7 @@ def refusals() -> dict[str, str]:
     matrices = torch.optim.Muon([model.blocks[0].up.weight], lr=0.1)
     found["whole matrices"] = text_of(lambda: zeor.shard(model, matrices, mesh=mesh["dp"]))
 
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    other = new_mesh(4, names=("all",))
     mixed, _ = divided()
     mixed.head.weight = nn.Parameter(distribute_tensor(mixed.head.weight.detach(), other, [Shard(0)]))
     found["two meshes"] = text_of(lambda: zeor.shard(mixed, mesh=mesh["dp"]))
@@ -294,7 +289,7 @@ def test_refusals_are_one_sentence_on_every_rank(ranks: Callable) -> None:
 
 
 def tied() -> dict[str, Any]:
-    mesh = mesh_of(2, 2)
+    mesh = new_mesh(2, 2)
     model = made("vocabulary")
     model.head.weight = model.embed.weight
     cut("vocabulary", model, mesh["tp"])

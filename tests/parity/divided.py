@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -43,6 +44,13 @@ class Divided:
     @property
     def micros(self) -> int:
         return int(self.micro[0])
+
+
+def new_mesh(*sizes: int, names: tuple[str, ...] = ("dp", "tp")) -> Any:
+    """torch remembers layouts with the mesh they were made for, and takes an equal one of another process group for it:
+    the pool's ranks have had others."""
+    _clear_sharding_prop_cache()
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 # ---- models of plain torch: (made in one process, cut over a mesh dimension)
@@ -199,7 +207,7 @@ def reference(name: str, ranks: int, micros: int, clips: bool) -> tuple[dict[str
 
 def sharded(setting: Divided, make: Callable = adamw) -> tuple[nn.Module, Any, Any]:
     """(model, optimizer, mesh)."""
-    mesh = init_device_mesh("cpu", setting.shape, mesh_dim_names=("dp", "tp"))
+    mesh = new_mesh(*setting.shape)
     model = made(setting.model)
     if not setting.plain:
         cut(setting.model, model, mesh["tp"])
