@@ -179,13 +179,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
-    ranks, hooked = tensor_ranks(model, axes, plan.deterministic, plan.timeout), []
-    if ranks is not None:
-        axes.stand_beside(ranks)
-        check_plan(model, plan)
-        hooked = partial_norms.find_hooked(model)
-        check_ties(model)
-        check_replicas(model, axes)
+    hooked = _stand_beside(model, axes, plan)
     check_model(model, axes.everyone.size)
     if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
@@ -260,6 +254,20 @@ def _refuse_nested(model: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} of a lazy module has no shape yet; run one forward of the model before zeor.shard."
             )
+
+
+def _stand_beside(model: nn.Module, axes: Axes, plan: Plan) -> list[partial_norms.Hooked]:
+    """The ranks along which tensor parallelism has cut the model, where it has, and what is refused of it. Returns what
+    transformers sums of gradients by hooks of its own."""
+    ranks = tensor_ranks(model, axes, plan.deterministic, plan.timeout)
+    if ranks is None:
+        return []
+    axes.stand_beside(ranks)
+    check_plan(model, plan)
+    hooked = partial_norms.find_hooked(model)
+    check_ties(model)
+    check_replicas(model, axes)
+    return hooked
 
 
 def _build(
