@@ -16,7 +16,7 @@ PACKAGE = ROOT / "zeor"
 # From the leaves down; what stands in a row may import from the rows before it and from its own folder.
 ORDER = [
     {"plan", "data"}, {"layout"}, {"memory"}, {"tiers"}, {"comm"}, {"model"}, {"spec"}, {"step"}, {"access"},
-    {"features"}, {"optim"}, {"checkpoint"}, {"planner"}, {"replan"}, {"tools"},
+    {"features"}, {"optim"}, {"checkpoint"}, {"planner"}, {"replan"}, {"parallel"}, {"tools"},
 ]  # fmt: skip
 # Sub-packages of a folder, in the same way: each may import from those before it, none from its folder's own modules.
 PARTS = {

@@ -55,6 +55,8 @@ from zeor.optim.parts.checks import (
     watch_steps,
 )
 from zeor.optim.stepper import Stepper
+from zeor.parallel import partial_norms
+from zeor.parallel.tensor import check_plan, check_replicas, check_ties, tensor_ranks
 from zeor.plan import Offload, Plan, Precision, Wire
 from zeor.planner.asked import Asked, Where
 from zeor.planner.bytes import predict
@@ -182,6 +184,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
     check_wire(plan, axes.sizes)
+    hooked = _stand_beside(model, axes, plan)
     check_model(model, axes.everyone.size)
     if axes.everyone.size > 1 and plain_grads.around(model.parameters()):
         raise RuntimeError(
@@ -190,8 +193,10 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
         )
     linears = fp8.convert(model, plan, units, home.device, axes.everyone.size)
     try:
-        engine = _build(model, plan, axes, units, optimizers)
+        partial_norms.mark(hooked)
+        engine = _build(model, plan, axes, units, optimizers, {id(p) for p in partial_norms.partial_params(hooked)})
     except BaseException:
+        partial_norms.unmark(hooked)
         if linears is not None:
             linears.undo()
         raise
@@ -256,21 +261,41 @@ def _refuse_nested(model: nn.Module) -> None:
             )
 
 
-def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: list[Optimizer]) -> Engine:
-    """Find units, compare ranks, pack, and turn the user's parameters into views."""
+def _stand_beside(model: nn.Module, axes: Axes, plan: Plan) -> list[partial_norms.Hooked]:
+    """The ranks along which tensor parallelism has cut the model, where it has, and what is refused of it. Returns what
+    transformers sums of gradients by hooks of its own."""
+    ranks = tensor_ranks(model, axes, plan.deterministic, plan.timeout)
+    if ranks is None:
+        return []
+    axes.stand_beside(ranks)
+    check_plan(model, plan)
+    hooked = partial_norms.find_hooked(model)
+    check_ties(model)
+    check_replicas(model, axes)
+    return hooked
+
+
+def _build(
+    model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: list[Optimizer], partial: set[int]
+) -> Engine:
+    """Find units, compare ranks, pack, and turn the user's parameters into views. `partial`: ids of plain parameters
+    whose gradients tensor-parallel ranks have parts of."""
     small = small_numel(plan, axes.everyone.size)
     specs = find_units(model, units, small)
     _drop_old_graphs(model)
     engine = Engine(plan, axes)
     builder = Builder(engine)
     slots = {spec.name: builder.slots(spec.params) for spec in specs}
-    same_everywhere(axes.everyone, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
+    for slot in (slot for spec in specs for slot in slots[spec.name] if id(slot.param) in partial):
+        slot.partial = tuple(range(len(axes.tensor_coords)))
+    same_everywhere(axes.whole, "plans", [f"{key}={value}" for key, value in plan.describe().items()])
     described = [
-        f"{slot.name!r}: {slot.shape}, {slot.param.dtype}{'' if slot.trains else ', frozen'}, in unit {spec.name!r}"
+        f"{slot.name!r}: {slot.whole_shape}{slot.placed.describe() if slot.placed else ''}, {slot.param.dtype}"
+        f"{'' if slot.trains else ', frozen'}, in unit {spec.name!r}"
         for spec in specs
         for slot in slots[spec.name]
     ]
-    same_everywhere(axes.everyone, "models", described)
+    same_everywhere(axes.whole, "models", described)
     engine.slots.extend(slot for spec in specs for slot in slots[spec.name])  # as long as things are checked
     meta.settle(axes.everyone, model, engine.slots, engine.unfilled)
     meta.check_states(optimizers, engine.slots)
@@ -288,7 +313,8 @@ def _build(model: nn.Module, plan: Plan, axes: Axes, units: Any, optimizers: lis
     engine.places.expect(sum(p.numel() for spec in specs for _, p, _ in spec.params) // sharing)
     for spec in specs:
         meta.receive_values(slots[spec.name], axes.device, engine.unfilled)
-        keys = {slot: lane_key(slot.param, slot.owners, plan.precision, small) for slot in slots[spec.name]}
+        key = lambda slot: lane_key(slot.param, slot.owners, plan.precision, small, slot.partial)
+        keys = {slot: key(slot) for slot in slots[spec.name]}
         engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
     meta.place_buffers(axes.everyone, model, engine.unfilled)
     builder.finish(model)
@@ -314,7 +340,7 @@ def _compare_optimizers(axes: Axes, slots: list[Slot], optimizers: list[Optimize
             settings = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in given}
             lines.append(f"{where}: {settings}")
             lines.extend(f"{where}: {names.get(id(p), 'a foreign parameter')!r}" for p in group["params"])
-    same_everywhere(axes.everyone, "optimizer groups", lines)
+    same_everywhere(axes.whole, "optimizer groups", lines)
 
 
 @contextmanager
@@ -357,7 +383,7 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         return
     engine = state.engine
     if engine.announcer.block is None:
-        attend(engine.axes.everyone, "zeor.full_params")
+        attend(engine.axes.whole, "zeor.full_params")
     if write:
         engine.announce(events.OTHER, "zeor.full_params(write=True)", meets=False)
     else:
@@ -371,7 +397,7 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         yield model
         if write:
             full.check_unchanged(engine.axes.everyone, unwrapped(model), values)
-            written = full.spread(engine.axes.everyone, values)
+            written = full.spread(engine.axes, values)
     finally:
         state.shown = False
         changed = shown.hide()
@@ -422,6 +448,7 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     for stepper, whole in zip(state.steppers, states):
         stepper.unshard(whole)
     state.hooks.remove()
+    partial_norms.unmark(partial_norms.find_hooked(model))
     if (linears := engine.find(fp8.Float8Linears)) is not None:
         linears.undo()
     for slot, value in values.items():

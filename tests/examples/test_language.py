@@ -60,3 +60,20 @@ def test_an_evaluation_sees_every_window_once_in_equally_many_batches(count, wor
     assert all(0 < len(rows) <= batch for mine in parts for rows in mine)
     seen = torch.cat([rows[:, 0] for mine in parts for rows in mine])
     assert sorted(seen.tolist()) == list(range(0, count * 2, 2))
+
+
+@pytest.mark.long
+def test_a_llama_cut_by_tensor_parallelism_goes_on_at_another_mesh(tmp_path):
+    small = [*SMALL, "--checkpoints", str(tmp_path / "checkpoints"), "--limit", "1"]
+    (tmp_path / "first").mkdir()
+    first = run(tmp_path / "first", "tensor_parallel", "--steps", "10", "--tensor", "2", *small, ranks=2)
+    assert 10.5 < first["loss_before"] < 11.2 and first["loss"] < first["loss_before"] - 1.0
+    (tmp_path / "then").mkdir()
+    then = run(tmp_path / "then", "tensor_parallel", "--steps", "3", "--tensor", "1", *small, ranks=2)
+    assert then["begun_at"] == 10 and abs(then["loss_before"] - first["loss"]) < 1e-4
+
+
+@pytest.mark.whole
+def test_a_llama_on_two_times_two_ranks(tmp_path):
+    result = run(tmp_path, "tensor_parallel", "--steps", "10", "--tensor", "2", *SMALL, ranks=4)
+    assert result["loss"] < result["loss_before"] - 1.0

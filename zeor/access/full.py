@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.comm.axes import Axis
+from zeor.comm.axes import Axes, Axis
 from zeor.step.handed_out import HandedOut
 from zeor.step.unfilled import Unfilled
 from zeor.step.unit import Slot, Unit, gather_values
@@ -51,7 +51,7 @@ def all_grads(units: Sequence[Unit], handed_out: HandedOut) -> dict[Slot, Tensor
             grads = lane.gather_grads()
             for slot in members:
                 if lane.grads.has[slot.index]:
-                    found[slot] = grads[slot.index].view(slot.shape).to(slot.dtype, copy=True)
+                    found[slot] = slot.wrap(grads[slot.index].view(slot.shape).to(slot.dtype, copy=True))
     return found
 
 
@@ -118,17 +118,19 @@ def _exchanged(slot: Slot, present: set[nn.Module]) -> str:
         found = module._parameters.get(attr)
         if found is None:
             return f"{slot.name!r} was removed"
-        if found is not slot.param or tuple(found.shape) != slot.shape:
+        if found is not slot.param or tuple(found.shape) != slot.whole_shape:
             return f"{slot.name!r} was replaced by one of shape {tuple(found.shape)}"
     return ""
 
 
 @torch.no_grad()
-def spread(axis: Axis, slots: Collection[Slot]) -> dict[Slot, Tensor]:
-    """Rank 0's values of these parameters, which are shown as plain ones, on every rank."""
+def spread(axes: Axes, slots: Collection[Slot]) -> dict[Slot, Tensor]:
+    """Rank 0's values of these parameters, which are shown as plain ones, on every rank; of a DTensor the first of the
+    ranks that have the same part."""
     values = {}
     for slot in slots:
-        values[slot] = slot.param.detach().clone()
+        values[slot] = slot.value.detach().clone()
+        axis = axes.whole if slot.placed is None else axes.everyone
         verbs.broadcast(axis, values[slot], f"broadcast of {slot.name!r}")
     return values
 

@@ -69,6 +69,9 @@ def init_parameters(
     ...)), which also needs init=), where the model was cast after it was built, or where it is initialised once more
     at the end (transformers)."""
     engine = state_of(model).engine
+    engine.refuse_divided(
+        "zeor.init_parameters draws whole parameters; build the model with values, or use zeor.load_pretrained."
+    )
     engine.announce(events.OTHER, "zeor.init_parameters")
     engine.drain()
     run = _Run(engine, model, missing_only, None if eager else seed)

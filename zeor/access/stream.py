@@ -70,7 +70,7 @@ def iter_full(
         )
     announcer = engine.announcer
     if announcer.block is None:
-        attend(engine.axes.everyone, "zeor.iter_full")
+        attend(engine.axes.whole, "zeor.iter_full")
     announcer.announce(events.OTHER, "zeor.iter_full", meets=False)
     groups = plan_groups(units, cap, wanted)
     return _stream(engine, groups, cap, wanted, list(model.named_buffers()) if buffers else [])
@@ -92,13 +92,14 @@ def _stream(
     engine.drain()
     ledger, listening = engine.ledger, True
     for number, group in enumerate(groups):
-        axis, anyone = group.lane.axes.everyone, listening
+        axis, anyone = group.lane.axes.whole, listening
         if axis.size > 1 and not axis.fake:
             label = f"agreement in zeor.iter_full ({number})"
             anyone = bool(verbs.agree_max(axis, torch.tensor([int(listening)]), label))
         if not anyone:
             return
         for slot, value in _values(ledger, group, wanted, max_nbytes):
+            value = slot.whole(value)
             if listening:
                 try:
                     yield slot.name, value
@@ -124,7 +125,8 @@ def plan_groups(
                 begin = lane.layout.offsets[slot.index]
                 end = begin + lane.layout.numels[slot.index]
                 last = groups[-1] if groups and groups[-1].lane is lane else None
-                if last is not None and _fits([*last.slots, slot], end - last.begin, max_nbytes, wanted):
+                alone = lane.axes.tensor is not None  # ranks with other lanes come to each parameter together
+                if last is not None and not alone and _fits([*last.slots, slot], end - last.begin, max_nbytes, wanted):
                     groups[-1] = Group(lane, [*last.slots, slot], last.begin, end)
                 else:
                     groups.append(Group(lane, [slot], begin, end))
@@ -132,8 +134,9 @@ def plan_groups(
 
 
 def _nbytes(slot: Slot, wanted: Wanted) -> int:
-    """Of the tensor that is handed out."""
-    return math.prod(slot.shape) * wanted(slot).itemsize
+    """Of the tensor that is handed out, and of this rank's part of a DTensor."""
+    numel = math.prod(slot.whole_shape) + (0 if slot.placed is None else 2 * math.prod(slot.shape))
+    return numel * wanted(slot).itemsize
 
 
 def _needed_nbytes(slot: Slot, wanted: Wanted) -> int:

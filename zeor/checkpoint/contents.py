@@ -47,14 +47,14 @@ class Contents:
         self.written: dict[tuple[str, str], WrittenTensor] = {}
         self.values: dict[str, Any] = {}
 
-    def add_range(
-        self, what: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype, start: int, read: _Once
+    def add_boxes(
+        self, what: tuple[str, str], shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], read: _Once
     ) -> None:
-        """Elements of a flattened tensor from `start` on, as many as `read()` gives."""
+        """Boxes of a tensor, which `read` gives one after another."""
         tensor = self.written.setdefault(what, WrittenTensor(shape, plain.dtype_name(dtype)))
         stored = Stored(*what, shape, tensor.dtype, [])
         at = 0
-        for box in boxes_of_range(shape, start, start + read.numel):
+        for box in boxes:
             end = at + box.numel
             self.sources.append(Source(stored.key(box), dtype, box.length, functools.partial(read, at, end)))
             tensor.boxes.append(box)
@@ -62,7 +62,8 @@ class Contents:
 
     def add_whole(self, what: tuple[str, str], value: Tensor) -> None:
         value = value.detach()
-        self.add_range(what, tuple(value.shape), value.dtype, 0, _Once(value.numel(), lambda: value.reshape(-1)))
+        boxes = boxes_of_range(value.shape, 0, value.numel())
+        self.add_boxes(what, tuple(value.shape), value.dtype, boxes, _Once(value.numel(), lambda: value.reshape(-1)))
 
     def encode(self, role: str, name: str, value: Any) -> Any:
         """JSON for a value; its large tensors are written under this role."""
@@ -102,6 +103,12 @@ class _Once:
 # ---- parameters and buffers
 
 
+def writers(slots: Sequence[Slot], coords: Sequence[int]) -> dict[str, Slot]:
+    """The parameters, by name, of which this rank writes its slice. `coords`: its place along mesh dimensions that are
+    not ours; of ranks there with the same elements the first one writes."""
+    return {slot.name: slot for slot in slots if slot.counts_on(coords)}
+
+
 def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int, str]) -> None:
     """The exact value of every parameter, in this rank's slice of it. `names`: by id of the user's parameter."""
     for slot in slots:
@@ -110,7 +117,8 @@ def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int
         for segment in lane.layout.segments_in(lane.fine):
             if segment.param == slot.index:
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
-                contents.add_range((PARAM, names[id(slot.param)]), slot.shape, dtype, segment.start, read)
+                boxes = slot.boxes(segment.start, segment.start + segment.numel)
+                contents.add_boxes((PARAM, names[id(slot.param)]), slot.whole_shape, dtype, boxes, read)
 
 
 def exact_part(lane: Lane, segment: Segment) -> Tensor:
@@ -156,16 +164,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def add_optimizer(
-    contents: Contents, number: int, stepper: Any, slots: Sequence[Slot], names: Mapping[int, str]
+    contents: Contents, number: int, stepper: Any, written: Mapping[str, Slot], names: Mapping[int, str]
 ) -> None:
-    """Its groups by parameter name, its counters, its element-wise state in this rank's part, an owner's whole."""
-    by_name = {slot.name: slot for slot in slots}
+    """Its groups by parameter name, its counters, its element-wise state in this rank's part, an owner's whole. Of
+    parameters that are `written` here."""
     keys: dict[str, list[str | int]] = {}
     scalars: dict[str, list[Any]] = {}
     with_state: set[str] = set()
     owned = stepper.owners.owned if stepper.owners.cut else {}
     for piece in stepper.state.pieces():
-        slot = by_name[piece.name]
+        if piece.name not in written:
+            continue
+        slot = written[piece.name]
         name, role = names[id(slot.param)], role_of(number, piece.key)
         with_state.add(name)
         keys[role] = list(piece.key)
@@ -181,7 +191,8 @@ def add_optimizer(
             value = plain.encode(piece.value, f"{piece.key} of {name!r}")
             scalars.setdefault(name, []).append([list(piece.key), value])
     for param in (param for group in stepper.optimizer.param_groups for param in group["params"]):
-        if stepper.segments.of(param) is not None and names[id(param)] not in with_state:
+        is_mine = stepper.segments.of(param) is not None and stepper.segments.slots[id(param)].name in written
+        if is_mine and names[id(param)] not in with_state:
             scalars[names[id(param)]] = []  # it has had no gradient yet: see COMPLETE
     contents.values.setdefault("optimizers", []).append(
         {
@@ -212,7 +223,7 @@ def _add_elements(contents: Contents, what: tuple[str, str], slot: Slot, piece: 
         first, last = mine[0].start, mine[0].start + mine[0].numel
     begin, end, value, read = first - piece.begin, last - piece.begin, piece.value, piece.read
     flat = _Once(end - begin, lambda: value[begin:end] if read is None else read(begin, end))
-    contents.add_range(what, slot.shape, value.dtype, first, flat)
+    contents.add_boxes(what, slot.whole_shape, value.dtype, slot.boxes(first, last), flat)
 
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -224,14 +235,16 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
 
 
 def add_average(
-    contents: Contents, key: str, average: Any, slots: Sequence[Slot], names: Mapping[int, str]
+    contents: Contents, key: str, average: Any, written: Mapping[str, Slot], names: Mapping[int, str]
 ) -> dict[str, int]:
     """A zeor.ema, cut like the parameters. Returns its plain state."""
-    by_name = {slot.name: slot for slot in slots}
     for piece in average.pieces():
-        slot = by_name[piece.name]
+        if piece.name not in written:
+            continue
+        slot = written[piece.name]
         read = _Once(piece.value.numel(), lambda value=piece.value: value)  # type: ignore[misc]
-        contents.add_range((f"ema.{key}", names[id(slot.param)]), slot.shape, piece.value.dtype, piece.begin, read)
+        boxes = slot.boxes(piece.begin, piece.begin + piece.value.numel())
+        contents.add_boxes((f"ema.{key}", names[id(slot.param)]), slot.whole_shape, piece.value.dtype, boxes, read)
     return {"updates": average.updates}
 
 

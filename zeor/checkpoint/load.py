@@ -70,7 +70,8 @@ class Load:
             if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
                 self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        alone = run.everyone.size == 1 or not any(slot.lane.fine != slot.lane.updated for slot in run.slots)
+        shared = bool(run.divided) or any(slot.lane.fine != slot.lane.updated for slot in run.slots)
+        alone = run.everyone.size == 1 or not shared
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
@@ -105,7 +106,8 @@ class Load:
     def _same_world(self) -> bool:
         rng = self.manifest.state.get("rng")
         world = self.manifest.world
-        return world == self.run.everyone.size and isinstance(rng, list) and len(rng) == world
+        same = world == self.run.everyone.size and self.manifest.state.get("divided", []) == self.run.divided
+        return same and isinstance(rng, list) and len(rng) == world
 
     @property
     def _is_imported(self) -> bool:
@@ -142,11 +144,11 @@ class Load:
                 continue
             known.update(names)
             stored = self._stored[PARAM, found]
-            self._check_fit(found, stored, slot.shape, slot.dtype)
+            self._check_fit(found, stored, slot.whole_shape, slot.dtype)
             for segment in slot.lane.segments:
                 if segment.param == slot.index:
                     take = functools.partial(self._put_parameter, slot, segment)
-                    each = Need(stored, segment.start, segment.numel, self.run.everyone.device)
+                    each = _need(stored, slot, segment.start, segment.numel, self.run.everyone.device)
                     self.staging.add(each, take)
         for name, param in self.run.plain_params.items():
             known.add(name)
@@ -275,15 +277,15 @@ class Load:
             state[paths.take(key)] = decoded
         if not state:
             self._check_begins_anew(name, saved)
-        for path, value in check(name, slot.shape, mine, state).items():
+        for path, value in check(name, slot.whole_shape, mine, state).items():
             if not isinstance(value, UnreadTensor):
                 pieces.append(Piece(slot.name, path, None, value))
                 continue
             each, begin = Need(stored[path], 0, torch.Size(value.shape).numel()), None
             if is_counter(path, value):
                 self._counters.append((name, path, each))
-            elif value.shape == slot.shape:
-                each, begin = Need(stored[path], where.start, where.numel, mine.device), where.start
+            elif value.shape == slot.whole_shape:
+                each, begin = _need(stored[path], slot, where.start, where.numel, mine.device), where.start
             self.staging.add_piece(each, pieces, slot.name, path, begin, value.dtype)
 
     def _state_tensors(self, number: int, keys: dict[str, Any], name: str) -> dict[Key, Stored]:
@@ -320,8 +322,11 @@ class Load:
         for mine in average.pieces():
             assert mine.begin is not None  # averages are made of parameters' elements
             slot = slots[mine.name]
-            self._check_fit(names[mine.name], self._stored[f"ema.{key}", names[mine.name]], slot.shape, slot.dtype)
-            each = Need(self._stored[f"ema.{key}", names[mine.name]], mine.begin, mine.value.numel(), mine.value.device)
+            self._check_fit(
+                names[mine.name], self._stored[f"ema.{key}", names[mine.name]], slot.whole_shape, slot.dtype
+            )
+            average_of = self._stored[f"ema.{key}", names[mine.name]]
+            each = _need(average_of, slot, mine.begin, mine.value.numel(), mine.value.device)
             self.staging.add_piece(each, pieces, mine.name, mine.key, mine.begin)
         about = self.extra().get(key)
         updates = about.get("updates") if isinstance(about, dict) else None
@@ -396,7 +401,7 @@ class Load:
 
     def position(self) -> Any:
         """Of this rank's loader."""
-        saved = position_of(self.path, self.manifest.state.get("data"), self.run.everyone, self.strict)
+        saved = position_of(self.path, self.manifest.state.get("data"), self.run.shards, self.strict)
         return plain.decode(saved, self._want_whole)
 
     def _rng(self) -> Any:
@@ -405,6 +410,12 @@ class Load:
     def restore_rng(self) -> None:
         if self._same_world:
             set_rng(self._rng(), self.run.everyone.device)
+
+
+def _need(stored: Stored, slot: Slot, start: int, numel: int, device: torch.device) -> Need:
+    """Elements of what a parameter's lane has, flattened, of a stored tensor of the whole parameter."""
+    boxes = None if slot.placed is None else slot.boxes(start, start + numel)
+    return Need(stored, start, numel, device, boxes=boxes)
 
 
 def load(run: TrainingRun, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:

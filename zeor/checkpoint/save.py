@@ -148,16 +148,18 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> par
     run.drain()
     run.unfilled.check()
     rank, found = run.everyone.rank, parts.Contents()
-    parts.add_parameters(found, run.slots, run.names)
+    written = parts.writers(run.slots, run.tensor_coords)
+    parts.add_parameters(found, list(written.values()), run.names)
     if rank == 0:
         for name, param in run.plain_params.items():
             found.add_whole((PARAM, name), param)
         for name, buffer in parts.persistent_buffers(run.model).items():
             found.add_whole((BUFFER, name), buffer)
     for number, stepper in enumerate(run.steppers):
-        parts.add_optimizer(found, number, stepper, run.slots, run.names)
+        parts.add_optimizer(found, number, stepper, written, run.names)
     found.values["rng"] = found.encode(RNG, f"rank {rank}", rng_state(run.everyone.device))
-    if data is not None:
+    found.values["reads"] = None if any(run.tensor_coords) else run.shards.rank  # which part of the data
+    if data is not None and found.values["reads"] is not None:
         found.values["data"] = found.encode(EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
     add_extra(found, run, extra or {})
     if rank == 0:
@@ -168,9 +170,10 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> par
 def add_extra(found: parts.Contents, run: TrainingRun, extra: Mapping[str, Any]) -> None:
     """Every rank's part of the averages in it, and rank 0's of the rest."""
     rank, plain_extra = run.everyone.rank, {}
+    written = parts.writers(run.slots, run.tensor_coords)
     for key, value in extra.items():
         if isinstance(value, EMA):
-            plain_extra[key] = parts.add_average(found, key, value, run.slots, run.names)
+            plain_extra[key] = parts.add_average(found, key, value, written, run.names)
         elif rank == 0:
             plain_extra[key] = parts.state_of_object(value, f"extra[{key!r}]")
     if rank == 0:
@@ -184,7 +187,8 @@ def _model(run: TrainingRun) -> dict[str, Any]:
         for slot in run.slots
     }
     software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.stage}
-    return {"params": params, "aliases": run.aliases, "software": software}
+    found = {"params": params, "aliases": run.aliases, "software": software}
+    return {**found, "divided": run.divided} if run.divided else found
 
 
 # ---- steps 1 to 5
@@ -291,10 +295,11 @@ def _state(values: list[dict[str, Any]]) -> dict[str, Any]:
             merged["keys"].update(rank["optimizers"][number]["keys"])
             merged["scalars"].update(rank["optimizers"][number]["scalars"])
         optimizers.append(merged)
+    readers = sorted((rank for rank in values if rank["reads"] is not None), key=lambda rank: rank["reads"])
     return {
         **values[0]["model"],
         "optimizers": optimizers,
         "rng": [rank.get("rng") for rank in values],
-        "data": [rank.get("data") for rank in values],
+        "data": [rank.get("data") for rank in readers],
         "extra": values[0].get("extra", {}),
     }

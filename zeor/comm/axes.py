@@ -10,6 +10,9 @@ Note [Axes]
     inside      the innermost axis: ranks with the fastest links between them (the GPUs of a node), or all ranks
     across      the outer one: ranks at the same place of each node. One rank alone where the mesh has one axis
     everyone    whose gradients are averaged, and who must agree: both together
+    tensor      mesh dimensions that are not ours, along which parameters are DTensors (tensor parallelism). Lanes
+                hold the local part, so ranks at other places along them have other lanes, and no gradient is averaged
+                over them. `whole` is all of these ranks with everyone: norms and checkpoints are theirs
 A stage is chosen for each axis; what a role is cut along, and so which stretch of a lane a rank holds, is a table
 (memory/roles.py) and a grid (layout/grid.py). Gathers go along one axis after another, outermost first, and reduces
 innermost first, so that what crosses nodes is a node's sum and each byte of it crosses once. All lanes of a model share
@@ -94,6 +97,16 @@ class Axis:
         self.standing.steps = value
 
 
+@dataclass
+class TensorRanks:
+    """The ranks beside this one along mesh dimensions that are not ours: see Note [Axes]."""
+
+    dims: tuple[Axis, ...]  # one for each dimension of the mesh that parameters are DTensors over
+    coords: tuple[int, ...]  # of this rank along them
+    whole: Axis  # all ranks that hold the model: everyone, of every place along these dimensions
+    places: tuple[tuple[int, int], ...]  # of each rank of `whole`: which of these places, and which of everyone
+
+
 class Axes:
     """See Note [Axes]. `members`: for each rank of everyone, its coordinates, innermost first."""
 
@@ -101,6 +114,7 @@ class Axes:
         self.inside, self.across, self.everyone = inside, across, everyone
         self.members = tuple(members)
         self.device = everyone.device
+        self.tensor: TensorRanks | None = None  # None: no parameter is a DTensor
         self._replaced: list[weakref.WeakMethod[Callable[[], None]]] = []
         for axis in (inside, across):
             axis.observer, axis.standing = everyone.observer, everyone.standing
@@ -110,6 +124,21 @@ class Axes:
         """All of these ranks are on one axis."""
         alone = Axis(0, 1, axis.device, timeout=axis.timeout, name="across")
         return cls(axis, alone, axis, [(rank, 0) for rank in range(axis.size)])
+
+    @property
+    def whole(self) -> Axis:
+        """All ranks that hold a part of the model, or the same."""
+        return self.everyone if self.tensor is None else self.tensor.whole
+
+    @property
+    def tensor_coords(self) -> tuple[int, ...]:
+        return () if self.tensor is None else self.tensor.coords
+
+    def stand_beside(self, ranks: TensorRanks) -> None:
+        """The model's parameters are DTensors along mesh dimensions that are not ours."""
+        self.tensor = ranks
+        for axis in (*ranks.dims, ranks.whole):
+            axis.observer, axis.standing = self.everyone.observer, self.everyone.standing
 
     @property
     def each(self) -> tuple[Axis, Axis]:
@@ -140,6 +169,14 @@ class Axes:
         """The ranks of everyone in the order of their fine slices."""
         return sorted(range(len(self.members)), key=lambda rank: grid.place(self.members[rank]))
 
+    def whole_in_order(self, grid: Grid) -> list[int]:
+        """The same of all ranks that hold a part of the model, place by place along the other dimensions."""
+        if self.tensor is None:
+            return self.in_order(grid)
+        turn = {rank: number for number, rank in enumerate(self.in_order(grid))}
+        places = self.tensor.places
+        return sorted(range(len(places)), key=lambda rank: (places[rank][0], turn[places[rank][1]]))
+
     def replace(self, new: Axes) -> None:
         """Other groups of as many ranks, with this one at the same place, take over; nothing may be under way. What
         was counted goes on."""
@@ -153,6 +190,8 @@ class Axes:
                 )
             other.observer = old.observer
         new.everyone.steps = self.everyone.steps
+        if new.tensor is not None:
+            self.stand_beside(new.tensor)
         self.inside, self.across, self.everyone, self.members = new.inside, new.across, new.everyone, new.members
         for method in filter(None, (each() for each in self._replaced)):
             method()

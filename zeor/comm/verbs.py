@@ -38,6 +38,7 @@ future is done a moment earlier and is asked without a lock.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -62,6 +63,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 HOST_PIECE_NUMEL = 1 << 16  # of a few parts together, what a core's own cache holds
+SUM_PIECE_NUMEL = 1 << 22  # of a sum that every rank gets, at a time
 MESSAGE_NBYTES = 1 << 16  # parts of at least so many bytes go as messages between hosts: see Note [Messages]
 
 _left: list[Move] = []  # dropped with messages under way
@@ -369,6 +371,23 @@ def _sum_in_rank_order(parts: Sequence[Tensor], factor: float, into: Tensor) -> 
     return into
 
 
+def sum_everywhere(axis: Axis, flat: Tensor, label: str) -> None:
+    """The sum over ranks, in place, on every rank, at once. See Note [Sums in rank order]."""
+    if axis.size == 1 or flat.numel() == 0:
+        return
+    record = axis.observer.sent("sum", flat.nbytes * (axis.size - 1), label, axis.name)
+    if axis.native_reduce:
+        issue = lambda: dist.all_reduce(flat, group=axis.reduce, async_op=True)
+        _start(axis, label, issue, lambda: flat, record).wait()
+        return
+    for begin in range(0, flat.numel(), SUM_PIECE_NUMEL):
+        piece = flat[begin : begin + SUM_PIECE_NUMEL]
+        rows = torch.empty(axis.size * piece.numel(), dtype=flat.dtype, device=flat.device)
+        issue = functools.partial(_all_gather, _bytes(rows), _bytes(piece.clone()), group=axis.reduce, async_op=True)
+        _start(axis, label, issue, lambda rows=rows: rows, record).wait()  # type: ignore[misc]
+        _sum_in_rank_order(list(rows.view(axis.size, -1)), 1.0, piece)
+
+
 def all_to_all(
     axis: Axis, received: Tensor, sent: Tensor, received_numels: Sequence[int], sent_numels: Sequence[int], label: str
 ) -> Move:
@@ -450,7 +469,11 @@ def _exchanged(axis: Axis, label: str, record: Record | None, exchange: Callable
 
 
 def _start(
-    axis: Axis, label: str, issue: Callable[[], Any], finish: Callable[[], Tensor], record: Record | None,
+    axis: Axis,
+    label: str,
+    issue: Callable[[], Any],
+    finish: Callable[[], Tensor],
+    record: Record | None,
     meets: bool = True,
 ) -> Move:
     """`issue` gives what it has `Issued`. `meets`: not before a meeting that has begun is over."""

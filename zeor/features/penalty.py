@@ -62,6 +62,7 @@ def penalty(
     params  names, parameters, or a function of the name: only these.
     """
     engine = state_of(model).engine
+    engine.refuse_divided("zeor.penalty adds up what data-parallel ranks hold alone; add the term to the loss itself.")
     if not whole:
         _check_separable(fn, named)
     engine.announce(events.OTHER, "zeor.penalty")

@@ -28,7 +28,7 @@ gather into it is waited for at once), and after a step it is filled anew (`Lent
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -161,15 +161,17 @@ class FullBuffer:
         self.asks: Callable[[], None] | None = None  # brings it, when autograd needs it and it is away
         self.params: Sequence[Tensor] = ()  # those that lie over it
         self.offsets: Sequence[int] = ()
+        self.wrappers: Mapping[int, Tensor] = {}  # DTensors around some of them, by number
         self._own_uses = 0
         if ledger is not None:
             ledger.add(self.kind, self.nbytes)
             key, table = self._key, FullBuffer.by_storage
             table[key] = weakref.ref(self, lambda _: table.pop(key, None))
 
-    def watch(self, params: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """These parameters have just been laid over it, and nobody but the engine has another tensor over it."""
-        self.params, self.offsets = params, offsets
+    def watch(self, params: Sequence[Tensor], offsets: Sequence[int], wrappers: Mapping[int, Tensor] = {}) -> None:
+        """These parameters have just been laid over it, and nobody but the engine has another tensor over it. Of a
+        DTensor `params` has the local tensor, and `wrappers` the parameter."""
+        self.params, self.offsets, self.wrappers = params, offsets, wrappers
         self._own_uses = torch._C._storage_Use_Count(self._key)
 
     @contextmanager
@@ -214,11 +216,12 @@ class FullBuffer:
         if torch._C._storage_Use_Count(self._key) > self._own_uses:
             return True
         with torch._C.DisableTorchFunctionSubclass():
-            return any(_use_count(param) > 1 + param.requires_grad for param in self.params)
+            held = (*self.params, *self.wrappers.values()) if self.wrappers else self.params
+            return any(_use_count(param) > 1 + param.requires_grad for param in held)
 
     def let_go(self) -> None:
         """Not this buffer's any more: its memory lives as long as a tensor over it does."""
-        self.params, self.asks = (), None
+        self.params, self.wrappers, self.asks = (), {}, None
         if self._ledger is not None and self.inflated:
             self._ledger.drop(self.kind, self.nbytes)
             self._ledger = None

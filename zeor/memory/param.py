@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeor.memory.placed import dtensor_class, is_placed, local_tensor, put_local, wrapped
 from zeor.memory.view import CONVERSIONS, Args, Func, Held, Kwargs, changes_nothing, is_metadata, written
 
 autograd_grad: Any = torch.Tensor.grad  # where autograd accumulates; `grad` of the classes below hides it
@@ -216,9 +217,32 @@ def classes_of(kind: type) -> tuple[type, type]:
     if kind is nn.Parameter:
         return Whole, Away
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    if kind is dtensor_class():
+        return _placed_classes(kind, names)
     whole = type(kind.__name__, (ShardedParam, kind), names)
     away = type(kind.__name__, (Away, kind), {**names, "__torch_function__": Away.__torch_function__})
     return whole, away
+
+
+def _placed_classes(kind: Any, names: dict[str, Any]) -> tuple[type, type]:
+    """Of DTensors (placed.py). Their methods, and C++, reach for the local tensor by its name, so a parameter that is
+    away brings its bytes, or refuses, where that name is read. Torch's own classes alone are dispatched by it."""
+
+    def plain(value: Any) -> Any:
+        return kind(local_tensor(value), value._spec, requires_grad=False)
+
+    def dispatch(cls: type, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        args, kwargs = tree_map_only(ShardedParam, plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def brought(param: Any) -> Tensor:
+        param._zeor_slot.read()
+        return local_tensor(param)
+
+    names = {**names, "__torch_dispatch__": classmethod(dispatch)}
+    whole = type(kind.__name__, (ShardedParam, kind), {**names, "__repr__": Whole.__repr__})
+    asks = {"__torch_function__": Away.__torch_function__, "_local_tensor": property(brought, put_local)}
+    return whole, type(kind.__name__, (Away, kind), {**names, **asks})
 
 
 def held_of(tensor: Tensor) -> Held | None:
@@ -280,6 +304,16 @@ def is_sharded(param: Any) -> bool:
 @torch.no_grad()
 def lay(param: nn.Parameter, over: Tensor) -> None:
     """The same object over other memory. Autograd's node, its hooks and the attributes stay."""
+    if is_placed(param):
+        dtensor: Any = param
+        made = wrapped(dtensor._spec, over)
+        if param.is_meta != over.is_meta:
+            _exchange(param, made)
+        elif param.dtype != over.dtype or param.device != over.device:
+            _data.__set__(param, made)
+        dtensor._spec = made._spec
+        put_local(param, over)
+        return
     if param.is_meta or over.is_meta:  # torch cannot assign between these: the object is kept, its insides exchanged
         _exchange(param, over)
         return

@@ -17,6 +17,7 @@ A view never needs a gradient. The parameter itself is no view: see param.py.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zeor.memory.placed import dtensor_class, is_placed
 
 # A call as torch hands it to Python.
 Func = Callable[..., Any]
@@ -39,6 +42,7 @@ class Held(Protocol):
 
     name: str
     dtype: torch.dtype  # of the parameter as the user gave it
+    placed: Any  # of a DTensor: see placed.py; None for a plain parameter
 
     def read(self, writes: bool = False) -> Tensor:
         """The parameter, with its full value here, or RuntimeError where that cannot be. `writes`: to be written to."""
@@ -119,6 +123,13 @@ class View(torch.Tensor):
                 "gradients."
             )
         return held
+
+    def _local_shape(self) -> torch.Size:
+        return self.shape
+
+    def _wrap(self, local: Tensor) -> Tensor:
+        """A plain tensor as one of the parameter's own kind."""
+        return local
 
     def value(self) -> Tensor:
         """The full value, a plain tensor that needs no gradient; RuntimeError where it is not on this rank."""
@@ -203,6 +214,45 @@ class View(torch.Tensor):
         raise RuntimeError(f"{func} was called on {views[0]!r}; use `with zeor.full_params(model):` around it.")
 
 
+@functools.cache
+def _placed_view() -> type[View]:
+    """The view that is a DTensor too, for parameters that are (placed.py): it has placements and a mesh."""
+    kind = dtensor_class()
+
+    def to_local(self: Any, *, grad_placements: Any = None) -> Tensor:
+        local: Tensor = self.value().to_local()
+        return local
+
+    def redistribute(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = self.value().redistribute(*args, **kwargs)
+        return made
+
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Tensor:
+        value: Any = self._held.gather_grad() if self._of_grad else self.value()
+        whole: Tensor = value.full_tensor()
+        return whole
+
+    def local_shape(self: Any) -> torch.Size:
+        return torch.Size(self._held.placed.local_shape)
+
+    def wrap(self: Any, local: Tensor) -> Tensor:
+        made: Tensor = self._held.placed.wrap(local)
+        return made
+
+    own = {each.__name__: each for each in (to_local, redistribute, full_tensor)}
+    names = {**own, "_local_shape": local_shape, "_wrap": wrap, "_local_tensor": property(to_local)}
+    return type("View", (View, kind), {"__module__": View.__module__, "__doc__": View.__doc__, **names})
+
+
+def view_of(like: Tensor, held: Held, of_grad: bool, dtype: torch.dtype | None = None) -> View:
+    """Of a parameter's gradient, or of its values."""
+    if not is_placed(like):
+        return View(like, held, of_grad, dtype)
+    view = _placed_view()(like, held, of_grad, dtype)
+    view._spec = like._spec  # type: ignore[attr-defined]
+    return view
+
+
 def _inside_ddp() -> bool:
     """A DistributedDataParallel is being made around the model."""
     frame: FrameType | None = sys._getframe(1)
@@ -277,7 +327,7 @@ def _make_like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """zeros_like and kin: a plain tensor of the full shape; no value is read. Adagrad makes its state so."""
     view, *rest = args
     kwargs = {"dtype": view.dtype, "device": view.device, **{k: v for k, v in kwargs.items() if v is not None}}
-    made: Tensor = func(torch.empty(view.shape, dtype=view.dtype, device="meta"), *rest, **kwargs)
+    made: Tensor = view._wrap(func(torch.empty(view._local_shape(), dtype=view.dtype, device="meta"), *rest, **kwargs))
     return made
 
 
@@ -360,6 +410,11 @@ def _set_elements(func: Func, args: Args, kwargs: Kwargs) -> None:
     if not view._of_grad:
         _refuse_write(func, args)
     held = view._held
+    if is_placed(view):
+        raise RuntimeError(
+            f"Elements of {view!r}, a DTensor, were assigned, and no rank knows which of them it has; change it as a "
+            "whole, as by grad.mul_(mask)."
+        )
     key, value = tree_map_only(View, View.value, (key, value))
     numbers = torch.arange(view.numel(), device=view.device).view(view.shape)
     mine, chosen = held.cut(numbers), numbers[key]

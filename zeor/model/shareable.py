@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeor.memory.param import is_sharded
+from zeor.memory.placed import is_placed, local_tensor
 
 
 def check_model(model: nn.Module, world: int) -> None:
@@ -33,7 +34,7 @@ def check_model(model: nn.Module, world: int) -> None:
 
 def _refuse_wrappers(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if is_traceable_wrapper_subclass(param):
+        if is_traceable_wrapper_subclass(param) and not is_placed(param):
             raise TypeError(
                 f"Parameter {name!r} is a {type(param).__name__}, a tensor made of other tensors, which a flat buffer "
                 "cannot hold; shard the model before it is converted, or keep it as plain tensors."
@@ -45,10 +46,11 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     seen in the other."""
     named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     held: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
-    for name, tensor in named:
+    for name, given in named:
+        tensor = local_tensor(given)
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             begin, end = _span(tensor)
-            held[tensor.untyped_storage()._cdata].append((begin, end, name, tensor))
+            held[tensor.untyped_storage()._cdata].append((begin, end, name, given))
     for spans in held.values():
         spans.sort(key=lambda span: span[:2])
         for (_, end, name, tensor), (begin, _, other_name, other) in pairwise(spans):
@@ -88,7 +90,8 @@ def _warn_of_gradients(model: nn.Module) -> None:
 
 
 def _warn_of_layouts(model: nn.Module) -> None:
-    names = [name for name, param in model.named_parameters() if not param.is_meta and not param.is_contiguous()]
+    named = [(name, param) for name, param in model.named_parameters() if not param.is_meta and not is_placed(param)]
+    names = [name for name, param in named if not param.is_contiguous()]
     if names:
         warnings.warn(
             f"{len(names)} parameters ({names[0]!r} first) are not contiguous; sharded, they are: values and shapes "

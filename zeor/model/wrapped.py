@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeor.memory.placed import is_placed
+
 # By name, so that nothing is imported that the user did not: (module prefix, class) -> what to do.
 _MODULES = {
     ("torch.nn.parallel", "DistributedDataParallel"): (
@@ -58,7 +60,7 @@ def refuse_wrapped(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         what = _found(module, _MODULES)
         if what:
             raise TypeError(f"{f'Module {name!r}' if name else 'The model'} {what}.")
-    refuse_sharded(model.named_parameters())
+    _refuse_partitioned(model.named_parameters())
     for optimizer in optimizers:
         what = _found(optimizer, _OPTIMIZERS)
         if what:
@@ -66,14 +68,19 @@ def refuse_wrapped(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
-    """TypeError where a parameter is itself a part of something."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: nobody can have made one
-    for name, param in named:
-        if tensors is not None and isinstance(param, tensors.DTensor):
+    """TypeError where a parameter is itself a part of something: for optimizers that see no model."""
+    given = list(named)
+    for name, param in given:
+        if is_placed(param):
             raise TypeError(
-                f"Parameter {name!r} is a DTensor, sharded already by fully_shard or tensor parallelism; zeor shards "
-                "plain parameters only."
+                f"Parameter {name!r} is a DTensor, sharded already by fully_shard or tensor parallelism, which an "
+                "optimizer alone cannot take further; give the model: zeor.shard(model, optimizer, mesh=mesh['dp'])."
             )
+    _refuse_partitioned(given)
+
+
+def _refuse_partitioned(named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, param in named:
         if hasattr(param, "ds_id"):
             raise TypeError(
                 f"Parameter {name!r} was taken apart by deepspeed.zero.Init; build the model without it, on the meta "

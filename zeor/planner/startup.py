@@ -28,13 +28,15 @@ def show_start(
 ) -> None:  # fmt: skip
     """`note`: what else the user should hear of where it runs."""
     slots = [slot for unit in units for slot in unit.slots]
-    if axes.everyone.rank != 0:
+    if axes.whole.rank != 0:
         return
     make_visible()
     numel = sum(slot.param.numel() for slot in slots)
     frozen = sum(slot.param.numel() for slot in slots if slot.lane.grads is None)
     two = axes.across.size > 1
     stage, shape = (str(plan.stages), f" ({axes.across.size} x {axes.inside.size})") if two else (str(plan.stage), "")
+    if axes.tensor is not None:
+        shape += f" of {axes.whole.size} ({' x '.join(f'{axis.name}={axis.size}' for axis in axes.tensor.dims)})"
     where = f"{axes.everyone.size} rank(s){shape}, {devices.describe(axes.device)}, {axes.everyone.backend}"
     log.info("stage %s on %s, torch %s%s", stage, where, torch.__version__, note and f"; {note}")
     log.info(

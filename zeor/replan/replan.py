@@ -219,6 +219,7 @@ def _check_moment(state: Sharded) -> None:
     if state.shown:
         raise RuntimeError("zeor.replan was called inside zeor.full_params; call it outside.")
     engine.borrowed.refuse("zeor.replan was called")
+    engine.refuse_divided("zeor.replan moves whole parameters; save, shard with the other plan, and zeor.load.")
     if engine.observer.records is not None:
         raise RuntimeError("zeor.replan was called inside zeor.trace; leave it first.")
     if engine.forward.walk is not None or inside_backward() or any(each.running for each in state.steppers):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeor.memory.float8 import code_dtype
+from zeor.memory.placed import replicated_dims
 from zeor.plan import Plan, Precision
 
 
@@ -37,6 +38,7 @@ class LaneKey:
     master_dtype: torch.dtype | None
     trainable: bool
     stays_whole: bool = False
+    sums: tuple[int, ...] = ()  # mesh dimensions that are not ours: Note [Partial gradients] in memory/placed.py
 
     @property
     def coded(self) -> bool:
@@ -49,11 +51,16 @@ def small_numel(plan: Plan, world: int) -> int:
 
 
 def lane_key(
-    param: Tensor, owners: Sequence[tuple[nn.Module, str]], precision: Precision, small: int = 0
+    param: Tensor,
+    owners: Sequence[tuple[nn.Module, str]],
+    precision: Precision,
+    small: int = 0,
+    partial: tuple[int, ...] = (),
 ) -> LaneKey:
     """compute: as the plan says, but norms with running statistics and non-floating parameters keep
     their own. master: fp32 or the parameter's own dtype if wider. A frozen parameter has none where compute holds
-    every value its own dtype has; elsewhere one keeps it exact, for export and for the day it is unfrozen."""
+    every value its own dtype has; elsewhere one keeps it exact, for export and for the day it is unfrozen. `partial`:
+    the mesh dimensions along which the gradient of a plain parameter is partial."""
     dtype, stays = param.dtype, param.numel() <= small
     if not dtype.is_floating_point:
         return LaneKey(dtype, dtype, None, trainable=False, stays_whole=stays)
@@ -68,4 +75,4 @@ def lane_key(
         return LaneKey(compute, reduce, None if exact == compute else exact, False, stays)
     master = precision.master or torch.promote_types(exact, torch.float32)
     codes = code_dtype(owners)
-    return LaneKey(codes or compute, reduce, master, True, stays)
+    return LaneKey(codes or compute, reduce, master, True, stays, replicated_dims(param) or partial)

@@ -16,6 +16,7 @@ from torch import Size, nn
 
 from zeor.layout import Grid, LaneLayout, Span, lay_out
 from zeor.memory.codecs import Codec
+from zeor.memory.placed import held_shape
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
@@ -118,7 +119,7 @@ class LaneSpec:
     @property
     def adopts(self) -> bool:
         """Gradients are kept as autograd made them: see Note [Adopted gradients] in grads.py."""
-        return self.grid.count == 1 and not self.column.grad_buffer
+        return self.grid.count == 1 and not self.column.grad_buffer and not self.key.sums
 
     def held(self, role: str) -> int:
         """Elements on one rank, of any."""
@@ -158,6 +159,6 @@ def spec_units(
         lanes = []
         for key, params in by_key.items():
             rest = places.of_lane(unit.name, key, params)
-            lanes.append((lane_spec(key, [param.shape for param in params], plan, sizes, rest), rest))
+            lanes.append((lane_spec(key, [held_shape(param) for param in params], plan, sizes, rest), rest))
         found.append(lanes)
     return found

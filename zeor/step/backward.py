@@ -40,6 +40,7 @@ class Backward:
     ):
         self._passes, self._reducer, self._norms, self._announcer = passes, reducer, norms, announcer
         self._borrowed, self._plain = borrowed, plain
+        self._coords = passes.axes.tensor_coords  # along mesh dimensions that are not ours
         self.sync = True  # False inside no_sync
         self.walk: Walk | None = None
         self._end: weakref.ref[Callable[[], None]] | None = None  # the callback autograd holds while a backward runs
@@ -271,7 +272,10 @@ class Backward:
         if self._plain:
             for saw in self._saw:
                 saw(grad)
-        complete = grads.collect(slot.index, grad.detach(), self.sync)
+        grad = grad.detach()
+        if self._coords:
+            grad = slot.part_of(grad, self._coords)
+        complete = grads.collect(slot.index, grad, self.sync)
         self._reducer.new.add(slot)
         unit = slot.unit
         if complete and all(lane.grads is None or lane.grads.complete for lane in unit.lanes):

@@ -91,7 +91,7 @@ class Engine:
 
     def add_unit(
         self, name: str, module: nn.Module | None, slots: Sequence[Slot], key: Callable[[Slot], LaneKey],
-        value: Callable[[Slot], Tensor] = lambda slot: slot.param,
+        value: Callable[[Slot], Tensor] = lambda slot: slot.value,
     ) -> Unit:  # fmt: skip
         """Pack parameters into lanes by key, and lay the user's objects over them. `value`: of a parameter; on the meta
         device where it comes later."""
@@ -373,8 +373,8 @@ class Engine:
         lane.retire()
         by_key: dict[LaneKey, list[Slot]] = {}
         for slot in members:
-            like = values[slot].detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
-            key = lane_key(like, slot.owners, self.plan.precision, small) if slot.trains else lane.key
+            like = slot.wrap(values[slot]).detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
+            key = lane_key(like, slot.owners, self.plan.precision, small, slot.partial) if slot.trains else lane.key
             by_key.setdefault(key, []).append(slot)
         made = [
             self._make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()
@@ -382,6 +382,12 @@ class Engine:
         place = unit.lanes.index(lane)
         unit.lanes[place : place + 1] = made
         unit.place_lanes()
+
+    def refuse_divided(self, what: str) -> None:
+        """RuntimeError where parameters are DTensors, for a verb that would take a part of one for the whole."""
+        slot = next((slot for slot in self.slots if slot.placed is not None), None)
+        if slot is not None:
+            raise RuntimeError(f"{what} Parameter {slot.name!r} is a DTensor, cut by tensor parallelism.")
 
     # ---- bytes
 

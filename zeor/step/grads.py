@@ -29,7 +29,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zeor.comm import along
+from zeor.comm import along, verbs
 from zeor.comm.axes import Axes
 from zeor.comm.observe import Place
 from zeor.layout import Segment
@@ -538,6 +538,7 @@ class GradLane:
         self.adopts = spec.adopts  # see Note [Adopted gradients]
         self._stays = spec.column.grad_buffer
         self._axes, self._layout = axes, spec.layout
+        self._sums = [axes.tensor.dims[dim] for dim in spec.key.sums] if axes.tensor is not None else []
         cut = spec.table.cut("grad")
         self._spreads = along.path(axes, spec.grid, spec.layout, spec.grid.every, cut)
         self._gathers = along.path(axes, spec.grid, spec.layout, cut)
@@ -653,7 +654,10 @@ class GradLane:
                 self._sum.adopt(param, grad if factor == 1.0 else grad.mul_(factor))
         else:
             self._make_room()
-            self._reduction.start(self._arrival.fill(), factor, place)
+            buffer = self._arrival.fill()
+            for dim in self._sums:  # see Note [Partial gradients] in memory/placed.py
+                verbs.sum_everywhere(dim, buffer, place.reduce)
+            self._reduction.start(buffer, factor, place)
 
     def finish_reduce(self, label: str) -> None:
         """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it, by this label."""

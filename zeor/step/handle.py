@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeor.comm.axes import Axes
 from zeor.memory import param as parameters
-from zeor.memory.view import Held, View
+from zeor.memory.view import Held, View, view_of
 from zeor.step import events
 from zeor.step.events import Announcer
 from zeor.step.extension import Extension, overriding
@@ -63,7 +63,7 @@ def slots_of(params: Sequence[tuple[str, nn.Parameter, Sequence[Owner]]], servic
 class Handle(Held):
     def __init__(self, slot: Slot, services: Services):
         self.slot, self._services = slot, services
-        self.name, self.dtype = slot.name, slot.dtype
+        self.name, self.dtype, self.placed = slot.name, slot.dtype, slot.placed
         self._grad_view: View | None = None
         self._viewed: Lane | None = None  # the lane it was made for
 
@@ -94,7 +94,7 @@ class Handle(Held):
         read."""
         lane, param = self.slot.lane, self.slot.param
         if lane.coded or (not lane.shown and lane.frees):
-            return View(param, self, of_grad=False)
+            return view_of(param, self, of_grad=False)
         self.read()
         wide = lane.master is not None and lane.master.format == "wide"
         if lane.frees or wide:
@@ -123,15 +123,19 @@ class Handle(Held):
                 return
             value = value._zeor_slot.read()
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype)
-        shape = self.slot.shape
+        shape = self.slot.whole_shape
         try:
-            value = value.expand(shape)
+            value = self._local(value)
         except RuntimeError:
             raise ValueError(f"{self.name!r} has shape {shape}; the value given has {tuple(value.shape)}.") from None
         self.store(value)
 
+    def _local(self, full: Tensor) -> Tensor:
+        """What lies in the lane, of a full value."""
+        return (full if self.placed is None else self.placed.local_of(full)).expand(self.slot.shape)
+
     def store(self, value: Tensor) -> None:
-        """The same, of a plain tensor of the parameter's own shape."""
+        """The same, of a plain tensor of the shape that lies in the lane."""
         self._services.borrowed.refuse(f"Parameter {self.name!r} was written")
         self.slot.lane.store(self.slot.index, value)
         self._services.unfilled.fill(self.slot)
@@ -153,7 +157,8 @@ class Handle(Held):
         """This rank's part of the gradient's shape."""
         grads = self.slot.lane.grads
         assert grads is not None
-        return grads.cut(self.slot.index, full.expand(self.slot.shape).reshape(-1))
+        is_part = self.placed is not None and tuple(full.shape) == self.slot.shape  # of a DTensor, as it was handed out
+        return grads.cut(self.slot.index, (full if is_part else self._local(full)).reshape(-1))
 
     # ---- the gradient
 
@@ -164,7 +169,7 @@ class Handle(Held):
 
     def grad_view(self) -> View:
         if self._grad_view is None or self._viewed is not self.slot.lane:
-            self._grad_view, self._viewed = View(self.slot.param, self, True, self._grad_dtype), self.slot.lane
+            self._grad_view, self._viewed = view_of(self.slot.param, self, True, self._grad_dtype), self.slot.lane
         return self._grad_view
 
     @property
@@ -211,13 +216,13 @@ class Handle(Held):
         grads.apply_scales()
         local = grads.local(self.slot.index).view(self.slot.shape)
         given = local.to(self._grad_dtype)
-        return self._services.handed_out.give(self, given, is_copy=given is not local)
+        return self.slot.wrap(self._services.handed_out.give(self, given, is_copy=given is not local))
 
     def gather_grad(self) -> Tensor:
         slot = self.slot
         self._services.announcer.announce(events.GRADS, lambda: self._services.slots.index(slot))
         grad: Tensor = slot.lane.gather_grads()[slot.index]
-        return grad.view(slot.shape).to(self._grad_dtype)
+        return slot.wrap(grad.view(slot.shape).to(self._grad_dtype))
 
     def norm(self, ord: float) -> Tensor:
         return self._services.norms.of_grads([self.slot], ord)[0]

@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeor.memory.param import ShardedParam, when_accumulated
+from zeor.memory.placed import is_placed
 from zeor.memory.view import Args, Func, Kwargs
 from zeor.model.shareable import ignore, watch
 from zeor.plan import nearest
@@ -431,7 +432,7 @@ def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
     # No inner function: one that calls itself holds itself, and the tensors with it, until Python's collector comes.
     if type(value) is tuple:
         return tuple(_alias(item, aliases) for item in value)
-    if type(value) is not Tensor or value.layout is not torch.strided or not value.requires_grad:
+    if not (type(value) is Tensor or is_placed(value)) or value.layout is not torch.strided or not value.requires_grad:
         return value
     return aliases.setdefault(id(value), value.view_as(value))
 

@@ -66,6 +66,7 @@ from zeor.layout import Segment
 from zeor.memory import param as parameters
 from zeor.memory.buffers import FullBuffer, Ledger, lasting
 from zeor.memory.formats import cast_into
+from zeor.memory.placed import is_placed, local_tensor
 from zeor.spec.lane_spec import LaneSpec
 from zeor.spec.wires import differs
 from zeor.step.grads import GradLane
@@ -104,6 +105,7 @@ class Lane:
         self.parts = [self.full.tensor(at, shape) for at, shape in zip(self.layout.offsets, self.layout.shapes)]
         self.params: list[nn.Parameter] = []
         self._classes: list[tuple[type, type]] = []  # (Whole, Away) of each
+        self._locals: list[Tensor] = []  # of parameters that are DTensors
         self._versions: list[int] = []  # as the engine left them
         self.shown = True
         self.looked_at = False  # somebody has a tensor over it, as the step under way found it
@@ -153,12 +155,14 @@ class Lane:
             parameters.lay(param, part)
         self.params, self._classes = list(params), list(classes)
         self.note_versions()
-        self.full.watch(self._watched(), self.layout.offsets)
+        wrappers = {index: param for index, param in enumerate(self.params) if is_placed(param)}
+        self.full.watch(self._watched(), self.layout.offsets, wrappers)
+        self._locals = [self.parts[index] for index in wrappers]
         self._dress(True)
 
     def _watched(self) -> Sequence[Tensor]:
         """The tensors over `full` by which the engine knows who else looks at it."""
-        return self.params
+        return [local_tensor(param) for param in self.params] if any(map(is_placed, self.params)) else self.params
 
     def readable(self, param: int) -> Tensor:
         """What a read of a parameter sees, once its bytes are here."""
@@ -196,7 +200,7 @@ class Lane:
     def changed(self, params: Sequence[int] | None = None) -> None:
         """The engine gave these parameters (or all) new values: a graph from before is stale."""
         chosen = self.params if params is None else [self.params[index] for index in params]
-        torch.autograd.graph.increment_version(chosen)
+        torch.autograd.graph.increment_version([*chosen, *self._locals])
         self.note_versions()
 
     def keep_writes(self) -> None:

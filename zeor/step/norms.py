@@ -97,14 +97,18 @@ class Norms:
         wide = torch.float64 if torch.float64 in {lane.dtype for lane in set(grads)} else torch.float32
         # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
         none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._axes.device)
-        local = torch.stack(own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none))
-        if self._axes.everyone.size == 1:
+        found = own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none)
+        if coords := self._axes.tensor_coords:  # the same elements on several ranks count once
+            found = [norm if slot.counts_on(coords) else none for norm, slot in zip(found, slots)]
+        local = torch.stack(found)
+        whole = self._axes.whole
+        if whole.size == 1:
             return local
         if math.isinf(ord) or ord == 0:
-            rows = verbs.gather_vector(self._axes.everyone, local, "norms of the gradients")
+            rows = verbs.gather_vector(whole, local, "norms of the gradients")
             return rows.sum(0) if ord == 0 else rows.amax(0) if ord > 0 else rows.amin(0)
-        rows = verbs.gather_vector(self._axes.everyone, local.pow(ord), "norms of the gradients")
-        order = self._axes.in_order(slots[0].lane.spec.grid)  # of the parts: the same whoever holds them
+        rows = verbs.gather_vector(whole, local.pow(ord), "norms of the gradients")
+        order = self._axes.whole_in_order(slots[0].lane.spec.grid)  # of the parts: the same whoever holds them
         return rows[order].sum(0).pow(1.0 / ord)
 
     def _places(self, slots: list[Slot]) -> list[int]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from zeor.memory.buffers import FullBuffer
+from zeor.memory.placed import is_placed, local_tensor, wrapped
 
 _buffer_of = FullBuffer.by_storage.get
 _top = torch._C._autograd._top_saved_tensors_default_hooks
@@ -59,8 +60,34 @@ class SavedRef(tuple[FullBuffer, torch.Size, tuple[int, ...], int, int]):
         return param.detach().as_strided(size, stride, offset)
 
 
-def handle(tensor: Tensor) -> SavedRef | None:
+class SavedPlaced(tuple[SavedRef, Any]):
+    """(handle of its local tensor, layout): the same of a DTensor. The version is the parameter's."""
+
+    __slots__ = ()
+
+    def tensor(self) -> Tensor:
+        (buffer, size, stride, offset, version), spec = self
+        if buffer.params:
+            index = bisect_right(buffer.offsets, offset) - 1
+            param = buffer.wrappers[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                if param._version != version:
+                    _refuse(param, version)
+            version = buffer.params[index]._version
+        local = tuple.__new__(SavedRef, (buffer, size, stride, offset, version)).tensor()
+        found: Tensor = wrapped(spec, local)
+        return found
+
+
+def handle(tensor: Tensor) -> SavedRef | SavedPlaced | None:
     """For a tensor over memory that is freed between uses; None for any other."""
+    if is_placed(tensor):
+        ref = _handle(local_tensor(tensor), tensor._version)
+        return None if ref is None else tuple.__new__(SavedPlaced, (ref, tensor._spec))  # type: ignore[attr-defined]
+    return _handle(tensor, tensor._version)
+
+
+def _handle(tensor: Tensor, version: int) -> SavedRef | None:
     try:
         ref = _buffer_of(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and the like have no storage
@@ -70,7 +97,7 @@ def handle(tensor: Tensor) -> SavedRef | None:
         return None
     if tensor.dtype is not buffer.flat.dtype:
         return None  # a view of other bits: it holds the memory
-    return tuple.__new__(SavedRef, (buffer, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor._version))
+    return tuple.__new__(SavedRef, (buffer, tensor.size(), tensor.stride(), tensor.storage_offset(), version))
 
 
 def _pack(tensor: Tensor) -> Any:
@@ -79,8 +106,9 @@ def _pack(tensor: Tensor) -> Any:
 
 
 def _unpack(saved: Any) -> Tensor:
-    if type(saved) is SavedRef:
-        return saved.tensor()
+    if type(saved) in (SavedRef, SavedPlaced):
+        found: Tensor = saved.tensor()
+        return found
     tensor: Tensor
     tensor, version = saved
     if tensor._version != version:

@@ -10,10 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeor.comm.observe import Place
+from zeor.layout.boxes import Box, boxes_of_range
 from zeor.memory import param as parameters
+from zeor.memory.placed import Placed, held_shape, is_placed, local_tensor
 from zeor.memory.view import Held
 from zeor.step.grads import USABLE, GradLane, State
 from zeor.step.lane import Lane
@@ -31,7 +34,12 @@ class Slot:
                 "make it complex where it is used."
             )
         self.name, self.owners = name, tuple(owners)
-        self.shape, self.dtype = tuple(param.shape), param.dtype  # dtype: as the user gave it, not that of compute
+        self.placed = Placed(name, param) if is_placed(param) else None  # of a DTensor
+        self.shape, self.dtype = tuple(held_shape(param)), param.dtype  # of what lies here; as the user gave it
+        self.whole_shape = tuple(param.shape)  # of a DTensor the global one
+        # Mesh dimensions, of those that are not ours, along which the gradient of a plain parameter is partial: see
+        # Note [Partial gradients] in memory/placed.py.
+        self.partial: tuple[int, ...] = ()
         self.param: nn.Parameter = param  # the user's own object
         self.held: Held  # what the parameter and its gradient ask
         self.unit: Unit
@@ -43,6 +51,39 @@ class Slot:
 
     def settle(self, unit: Unit, lane: Lane, index: int) -> None:
         self.unit, self.lane, self.index = unit, lane, index
+
+    # ---- a DTensor: its local tensor is what lies in a lane
+
+    @property
+    def value(self) -> Tensor:
+        """What lies in a lane, of a parameter that is not there yet."""
+        return self.param if self.placed is None else local_tensor(self.param)
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """A tensor of the local shape as one of the parameter's own kind."""
+        return local if self.placed is None else self.placed.wrap(local)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole value as a plain tensor, of what the lane has; of a DTensor by a collective of torch's."""
+        return local if self.placed is None else self.placed.wrap(local).full_tensor()
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """Elements [start, stop) of what its lane has, flattened, as boxes of the whole parameter, in order."""
+        return boxes_of_range(self.shape, start, stop) if self.placed is None else self.placed.boxes(start, stop)
+
+    def part_of(self, grad: Tensor, coords: Sequence[int]) -> Tensor:
+        """What this rank adds of a gradient that autograd made. `coords`: its place along the mesh dimensions that are
+        not ours. See Note [Partial gradients]."""
+        local, partial = (grad, self.partial) if self.placed is None else self.placed.take(grad)
+        sums = self.lane.key.sums
+        if any(coords[dim] for dim in sums if dim not in partial):
+            return torch.zeros_like(local)
+        return local
+
+    def counts_on(self, coords: Sequence[int]) -> bool:
+        """Whether this rank is the first of those along such dimensions that have the same elements."""
+        cut = () if self.placed is None else self.placed.cut
+        return not any(place for dim, place in enumerate(coords) if dim not in cut)
 
     # ---- the parameter as an object
 

@@ -45,6 +45,7 @@ class Need:
     numel: int
     device: torch.device = _HOST  # where it is wanted
     staged_on_host: bool = False  # all the same
+    boxes: Sequence[Box] | None = None  # these boxes, one after another, where it is no such range
     residue: int = 0  # of the bytes' place in a file, modulo a page
     _into: Tensor | None = None
 
@@ -190,7 +191,8 @@ def spans(path: Place, info: FileInfo, block_nbytes: int, wanted: Sequence[Wante
 def _cover(each: Need) -> Iterator[Wanted]:
     """The pieces a need is made of."""
     stored, at = each.stored, 0
-    for target in boxes_of_range(stored.shape, each.start, each.start + each.numel):
+    targets = boxes_of_range(stored.shape, each.start, each.start + each.numel) if each.boxes is None else each.boxes
+    for target in targets:
         for piece in stored.pieces:
             both = intersection(target, piece.box)
             if both is not None:

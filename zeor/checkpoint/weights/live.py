@@ -19,8 +19,24 @@ class LiveModel:
 
     @property
     def everyone(self) -> Axis:
-        """The ranks that hold it."""
+        """The ranks that hold it, or a part of it along any dimension."""
+        return self.engine.axes.whole
+
+    @property
+    def shards(self) -> Axis:
+        """The ranks that have the same part along mesh dimensions that are not ours; they divide the data."""
         return self.engine.axes.everyone
+
+    @property
+    def tensor_coords(self) -> tuple[int, ...]:
+        """This rank's place along those dimensions."""
+        return self.engine.axes.tensor_coords
+
+    @property
+    def divided(self) -> list[int]:
+        """The sizes of ours and of those dimensions; nothing where there are none."""
+        ranks = self.engine.axes.tensor
+        return [] if ranks is None else [self.shards.size, *(axis.size for axis in ranks.dims)]
 
     def drain(self) -> None:
         """Wait for the updates and gathers that are under way."""

@@ -12,8 +12,9 @@ tensorfile.py.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +30,13 @@ from zeor.checkpoint.weights.matching import Match, Rename, Target, find_targets
 from zeor.comm import verbs
 from zeor.comm.agree import exchange, raise_first, same_everywhere
 from zeor.comm.axes import Axis
+from zeor.layout.boxes import Box
 from zeor.memory import device as devices
 from zeor.step import events
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
+
+ROWS_NUMEL = 1 << 24  # of rows that are read whole for a part of each, at a time
 
 
 class UnmatchedKeys(NamedTuple):
@@ -110,7 +114,8 @@ def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
             mine = {slot.index: entries[slot] for slot in unit.slots if slot.lane is lane and slot in entries}
             if not mine:
                 continue
-            problem = problem or _attempt(_read_lane, lane, mine, reader)
+            members = {slot.index: slot for slot in unit.slots if slot.lane is lane}
+            problem = problem or _attempt(_read_lane, lane, mine, members, reader)
             live.publish(unit, lane)
     for lane in dict.fromkeys(slot.lane for slot in entries):
         lane.changed()  # a graph made before is stale
@@ -123,11 +128,32 @@ def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
     return problem
 
 
-def _read_lane(lane: Lane, entries: dict[int, WeightSource], reader: Reader) -> None:
+def _read_lane(lane: Lane, entries: dict[int, WeightSource], members: dict[int, Slot], reader: Reader) -> None:
     for segment in lane.segments:
-        if segment.param in entries:
-            for done, values in pieces(reader, entries[segment.param], segment.start, segment.numel):
+        if segment.param not in entries:
+            continue
+        entry, slot = entries[segment.param], members[segment.param]
+        if slot.placed is None:
+            for done, values in pieces(reader, entry, segment.start, segment.numel):
                 lane.store_part(segment.offset + done, values)
+            continue
+        offset = segment.offset
+        for box in slot.boxes(segment.start, segment.start + segment.numel):
+            for values in _box(reader, entry, slot.whole_shape, box):
+                lane.store_part(offset, values)
+                offset += values.numel()
+
+
+def _box(reader: Reader, entry: WeightSource, shape: tuple[int, ...], box: Box) -> Iterator[Tensor]:
+    """The elements of a box, in order, some rows at a time. Rows are read whole."""
+    inner = math.prod(shape[1:])
+    most = max(1, ROWS_NUMEL // max(1, inner))
+    first, count = (box.begin[0], box.length[0]) if shape else (0, 1)
+    for row in range(first, first + count, most):
+        rows = min(most, first + count - row)
+        values = torch.cat([part for _, part in pieces(reader, entry, row * inner, rows * inner)])
+        inside = tuple(slice(b, b + n) for b, n in zip(box.begin[1:], box.length[1:]))
+        yield values.view(rows, *shape[1:])[(slice(None), *inside)].reshape(-1)
 
 
 def _read_whole(value: Tensor, entry: WeightSource, reader: Reader) -> None:

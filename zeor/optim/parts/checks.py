@@ -24,7 +24,7 @@ from zeor.memory.param import held_of
 from zeor.memory.roles import Table
 from zeor.optim.owners.owners import updates_are_cut
 from zeor.optim.parts.probe import Kind, probe_groups
-from zeor.optim.parts.segments import check_cuttable
+from zeor.optim.parts.segments import check_cuttable, local_state
 from zeor.plan import Plan
 from zeor.step.unit import Slot
 
@@ -34,7 +34,7 @@ def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, table: T
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     kinds, name = probe_groups(optimizer, axes.device, dtype), type(optimizer).__name__
-    cut = updates_are_cut(axes, table)
+    cut, slots = updates_are_cut(axes, table), list(slots)
     for kind in kinds:
         if kind.failed is not None:
             raise ValueError(
@@ -47,13 +47,35 @@ def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, table: T
                 "calls), so no rank could compute its part alone; use zeor.shard(..., stage=0), where every rank "
                 "updates the whole model, or an optimizer such as AdamW."
             )
+    if axes.tensor is not None:
+        _check_divided(optimizer, kinds, slots, [axis.name for axis in axes.tensor.dims])
     if cut:
-        names = {id(slot.param): slot.name for slot in slots}
+        known = {id(slot.param): slot for slot in slots}
         for kind, group in zip(kinds, optimizer.param_groups):
             for param in group["params"] if kind.elementwise else ():
                 state = dict.get(optimizer.state, param) or {}  # of the whole parameter: nothing is cut yet
-                check_cuttable(names.get(id(param), "a parameter"), tuple(param.shape), state)
+                if (slot := known.get(id(param))) is not None:
+                    check_cuttable(slot.name, slot.shape, local_state(slot, state))
     return kinds
+
+
+def _check_divided(optimizer: Optimizer, kinds: Sequence[Kind], slots: Iterable[Slot], dims: Sequence[str]) -> None:
+    """ValueError where the optimizer would look at what lies on other tensor-parallel ranks."""
+    name, by_param = type(optimizer).__name__, {id(slot.param): slot for slot in slots}
+    for kind, group in zip(kinds, optimizer.param_groups):
+        if kind.coupled:
+            raise ValueError(
+                f"{name} updates each parameter by what it finds in the others, and ranks along mesh dimension "
+                f"{dims[0]!r} have other parts of the model; use an optimizer such as AdamW."
+            )
+        for param in () if kind.elementwise else group["params"]:
+            slot = by_param.get(id(param))
+            if slot is not None and slot.placed is not None and slot.placed.cut:
+                cut = slot.placed.dim_name(min(slot.placed.cut))
+                raise ValueError(
+                    f"{name} computes on whole matrices, and {slot.name!r} is cut over mesh dimension {cut!r}; give "
+                    "that parameter to an element-wise optimizer such as AdamW, and zeor.shard a list of both."
+                )
 
 
 def check_separable(optimizer: Optimizer, kinds: Sequence[Kind], plan: Plan) -> None:

@@ -20,6 +20,7 @@ from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.comm.axes import Axes
 from zeor.layout import Segment
+from zeor.memory.placed import is_placed
 from zeor.optim.owners.exchange import state_from_owner
 from zeor.optim.owners.owners import Owners
 from zeor.step.unit import Slot
@@ -79,6 +80,7 @@ class Segments:
         """A parameter's state as this rank keeps it, from the whole parameter's or from its own; nothing where this
         rank has no part. What cannot be cut is refused, on every rank."""
         slot = self.slots[id(param)]
+        state = local_state(slot, state)
         if id(param) not in self.owners.owned and self.owners.cut:
             check_cuttable(slot.name, slot.shape, state)
         if self.of(param) is None:
@@ -106,12 +108,11 @@ class Segments:
         state = dict(self.optimizer.state.get(mine, {})) if mine is not None else {}
         resting = self.resting(param).items()
         state.update({name: value.to(self._axes.device, copy=True) for name, value in resting})
-        if slot.lane.grads is None or not slot.lane.spec.cut("update"):
-            return state
         owned = self.owners.owned.get(id(param))
-        if owned is not None:
-            return state_from_owner(owned, state)
-        return _put_together(slot, self._at.get(id(param)), state)
+        if slot.lane.grads is not None and slot.lane.spec.cut("update"):
+            at = self._at.get(id(param))
+            state = _put_together(slot, at, state) if owned is None else state_from_owner(owned, state)
+        return {key: slot.wrap(value) if of_shape(value, slot.shape) else value for key, value in state.items()}
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
@@ -163,6 +164,13 @@ def _put_together(slot: Slot, segment: Segment | None, state: dict[str, Any]) ->
         else:
             result[key] = rest[0]
     return result
+
+
+def local_state(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+    """A whole parameter's state with local tensors in place of DTensors, which it is made of where the parameter is
+    one."""
+    placed = slot.placed
+    return state if placed is None else {k: placed.local_of(v) if is_placed(v) else v for k, v in state.items()}
 
 
 def check_cuttable(name: str, shape: tuple[int, ...], state: dict[str, Any]) -> None:
