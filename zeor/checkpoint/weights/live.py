@@ -9,7 +9,7 @@ from zeor.comm.axes import Axis
 from zeor.step import events
 from zeor.step.engine import Engine
 from zeor.step.lane import Lane
-from zeor.step.unit import Unit
+from zeor.step.unit import Unit, publish_written
 
 
 class LiveModel:
@@ -34,7 +34,4 @@ class LiveModel:
 
     def publish(self, unit: Unit, lane: Lane) -> None:
         """Where ranks keep more of compute than they update, each gets what the others have loaded."""
-        lane.recode()
-        if lane.spec.widening("update", "compute"):  # frozen lanes too
-            lane.start_publish(f"gather of unit {unit.name!r} after loading")
-            lane.wait()
+        publish_written(unit, lane)
