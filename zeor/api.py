@@ -202,8 +202,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     vars(model)[_ATTRIBUTE] = state
     if isinstance(model, nn.ModuleList):
         note_stages(model)
-    if not hasattr(model, "no_sync"):  # loops made for DistributedDataParallel look for a method of that name
-        hooks.put_method(model, "no_sync", functools.partial(accumulate if plan.release else no_sync, model))
+    _add_methods(model, hooks, accumulate if plan.release else no_sync)
     watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
@@ -217,6 +216,25 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
 def _stage_methods(model: nn.Module) -> list[str]:
     """An nn.ModuleList has no forward: its modules are stages of a pipeline, and each is called by itself."""
     return [f"{name}.forward" for name, _ in model.named_children()] if isinstance(model, nn.ModuleList) else []
+
+
+def _add_methods(model: nn.Module, hooks: Hooks, waits: Any) -> None:
+    """What the model answers by itself as long as it is sharded, for loops that were written without zeor."""
+    if not hasattr(model, "no_sync"):  # loops made for DistributedDataParallel look for it
+        hooks.put_method(model, "no_sync", functools.partial(waits, model))
+    for name in _EXCHANGING:
+        if callable(getattr(model, name, None)):
+            hooks.put_method(model, name, functools.partial(_refuse_exchange, name))
+
+
+_EXCHANGING = ("merge_and_unload", "unload")  # peft's: they put other layers in the places of the model's
+
+
+def _refuse_exchange(name: str, *_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        f"{name}() would put other layers into a sharded model; call zeor.unshard(model) first, or do it to a copy: "
+        f"`with zeor.full_params(model, to_rank=0):` and there, on rank 0, copy.deepcopy(model).{name}()."
+    )
 
 
 _DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
