@@ -109,7 +109,8 @@ def test_the_picture_shows_what_the_planner_says() -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_name_of_zeor_exists(name: str) -> None:
     for word in set(re.findall(r"(?<![/\w.])zeor\.([A-Za-z_]\w*)", TEXTS[name])):
-        assert hasattr(zeor, word), f"{name} speaks of zeor.{word}"
+        is_package = (ROOT / "zeor" / word).is_dir()  # one that its user imports by itself
+        assert hasattr(zeor, word) or is_package, f"{name} speaks of zeor.{word}"
 
 
 COMMANDS = sorted(

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "zeor"
 ORDER = [
     {"plan", "data"}, {"layout"}, {"memory"}, {"tiers"}, {"comm"}, {"model"}, {"spec"}, {"step"}, {"access"},
     {"features"}, {"optim"}, {"checkpoint"}, {"planner"}, {"replan"}, {"parallel"}, {"tools"},
+    {"integrations"},
 ]  # fmt: skip
 # Sub-packages of a folder, in the same way: each may import from those before it, none from its folder's own modules.
 PARTS = {
@@ -56,9 +57,11 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 def may_import(importer: str, target: str) -> bool:
     if importer in ("__init__", "tools"):
-        return True  # the public names, and the command line that is written with them
+        return target != "integrations"  # the public names, and the command line that is written with them
+    if importer == "integrations":
+        return target != "tools"  # written with the public names, as a user would
     if importer == "api":
-        return target not in ("", "__init__", "tools")
+        return target not in ("", "__init__", "tools", "integrations")
     if target not in RANKS:
         return False  # zeor itself, or api
     same_leaf = importer in ORDER[0] and importer != target
@@ -81,6 +84,8 @@ def test_the_rules_themselves() -> None:
     assert may_import("step", "comm") and may_import("step", "step") and may_import("api", "planner")
     assert not may_import("comm", "step") and not may_import("step", "features") and not may_import("layout", "memory")
     assert not may_import("optim", "api") and not may_import("planner", "") and not may_import("api", "tools")
+    assert may_import("integrations", "") and not may_import("api", "integrations")
+    assert not may_import("tools", "integrations") and not may_import("integrations", "tools")
     assert not may_import("plan", "data") and may_import("tools", "api")
     inside = lambda importer, target: may_import_inside(tuple(importer.split(".")), target.split("."))
     assert inside("checkpoint.save", "checkpoint.files.disk") and inside("checkpoint.files.disk", "comm.axes.Axis")

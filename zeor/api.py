@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zeor.access import full, meta, wiring
+from zeor.access.blend import lerp
 from zeor.access.initialise import init_parameters
 from zeor.access.meta import on_meta
 from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
@@ -42,7 +44,7 @@ from zeor.features.recompute import find_wanted
 from zeor.features.release import Release
 from zeor.features.totals import total
 from zeor.memory import device as devices
-from zeor.memory.param import is_sharded
+from zeor.memory import param as parameters
 from zeor.model.discover import find_units
 from zeor.model.shareable import check_model
 from zeor.model.wrapped import compile_in_place, refuse_wrapped, unwrapped
@@ -55,6 +57,7 @@ from zeor.optim.parts.checks import (
     watch_steps,
 )
 from zeor.optim.stepper import Stepper
+from zeor.optim.whole import check_rank, full_state, iter_state, load_full_state
 from zeor.parallel import partial_norms
 from zeor.parallel.tensor import check_plan, check_replicas, check_ties, tensor_ranks
 from zeor.plan import Offload, Plan, Precision, Wire
@@ -209,6 +212,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     vars(model)[_ATTRIBUTE] = state
     if isinstance(model, nn.ModuleList):
         note_stages(model)
+    _add_methods(model, hooks, accumulate if plan.release else no_sync)
     watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
@@ -222,6 +226,25 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
 def _stage_methods(model: nn.Module) -> list[str]:
     """An nn.ModuleList has no forward: its modules are stages of a pipeline, and each is called by itself."""
     return [f"{name}.forward" for name, _ in model.named_children()] if isinstance(model, nn.ModuleList) else []
+
+
+def _add_methods(model: nn.Module, hooks: Hooks, waits: Any) -> None:
+    """What the model answers by itself as long as it is sharded, for loops that were written without zeor."""
+    if not hasattr(model, "no_sync"):  # loops made for DistributedDataParallel look for it
+        hooks.put_method(model, "no_sync", functools.partial(waits, model))
+    for name in _EXCHANGING:
+        if callable(getattr(model, name, None)):
+            hooks.put_method(model, name, functools.partial(_refuse_exchange, name))
+
+
+_EXCHANGING = ("merge_and_unload", "unload")  # peft's: they put other layers in the places of the model's
+
+
+def _refuse_exchange(name: str, *_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        f"{name}() would put other layers into a sharded model; call zeor.unshard(model) first, or do it to a copy: "
+        f"`with zeor.full_params(model, to_rank=0):` and there, on rank 0, copy.deepcopy(model).{name}()."
+    )
 
 
 _DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
@@ -242,7 +265,7 @@ def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer
     if not optimizers or state.steppers or extra:
         raise ValueError(
             "This model is sharded already; zeor.shard may be called once more only to add its optimizer(s), "
-            "and then with the model and the optimizer(s) alone."
+            "and then with the model and the optimizer(s) alone; zeor.drop_optimizer(model) gives up those it has."
         )
     _compare_optimizers(state.engine.axes, state.engine.slots, optimizers)
     state.steppers = [Stepper(state.engine, each) for each in optimizers]
@@ -251,9 +274,34 @@ def _add_optimizers(model: nn.Module, optimizer: Any, optimizers: list[Optimizer
     return model, optimizer
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether zeor.shard has sharded this model and zeor.unshard has not undone it."""
+    return vars(unwrapped(model)).get(_ATTRIBUTE) is not None
+
+
+def drop_optimizer(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> nn.Module:
+    """Give up optimizers of a sharded model (None: all of them); the model stays sharded as it is. They are plain again
+    and without state (zeor.full_state keeps a copy). Then zeor.shard(model, other) gives the model others, in other
+    groups or of another kind: a new phase of training, or a second fit(). Every rank calls it, between steps."""
+    state = _state(model)
+    known = {id(stepper.optimizer): stepper for stepper in state.steppers}
+    given = _as_list(optimizer) if optimizer is not None else [stepper.optimizer for stepper in state.steppers]
+    for each in given:
+        if id(each) not in known:
+            raise ValueError(f"This {type(each).__name__} is not one of the model's; there is nothing to give up.")
+    state.engine.announce(events.OTHER, "zeor.drop_optimizer")
+    state.engine.drain()
+    for each in given:
+        stepper = known[id(each)]
+        stepper.state.drain()
+        stepper.unshard({})
+        state.steppers.remove(stepper)
+    return model
+
+
 def _refuse_nested(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if is_sharded(param):
+        if parameters.is_sharded(param):
             raise ValueError(f"Parameter {name!r} belongs to a model that is sharded already; zeor.unshard that first.")
         if is_lazy(param):
             raise ValueError(
@@ -371,15 +419,30 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> Iterator[nn.Module]:
+def full_params(
+    model: nn.Module, write: bool = False, grads: bool = False, *, to_rank: int | None = None, device: Any = None
+) -> Iterator[nn.Module]:
     """Inside, the model holds plain, full parameters (and, with grads=True, their full gradients): read them,
     save them, export them, run or copy the model as a plain one. With write=True rank 0's changes reach every
-    rank and the fp32 masters. Every rank of the mesh must enter; a rank's memory grows by the whole model."""
+    rank and the fp32 masters. Every rank of the mesh must enter; a rank's memory grows by the whole model.
+
+    to_rank  this rank alone holds them. On the others the model stays sharded and is not to be called; their memory
+             grows by 256 MiB, or by the largest parameter.
+    device   where they are held; None: "cpu" with to_rank=, else where the model is."""
     state = _state(model)
     if state.shown:
-        if write or grads:
-            raise RuntimeError("zeor.full_params is open already; ask for write= or grads= in the outer one.")
+        if write or grads or to_rank is not None or device is not None:
+            raise RuntimeError("zeor.full_params is open already; ask for more in the outer one.")
         yield model
+        return
+    if to_rank is not None or device is not None:
+        if write or grads:
+            raise ValueError(
+                "zeor.full_params(write=, grads=) needs full values on every rank, where the model is; leave to_rank= "
+                "and device= out."
+            )
+        with _full_at(state, model, to_rank, "cpu" if device is None else device):
+            yield model
         return
     engine = state.engine
     if engine.announcer.block is None:
@@ -390,26 +453,56 @@ def full_params(model: nn.Module, write: bool = False, grads: bool = False) -> I
         engine.announce(events.FULL, {"grads": grads}, meets=False)
     values = full.all_values(engine.units, engine.unfilled, blank=write)
     found = full.all_grads(engine.units, engine.handed_out) if grads else {}
-    state.hooks.pause()
-    shown, state.shown = full.Shown(values, found), True
     written: dict[Slot, Tensor] = {}
-    try:
+    with _shown(state, values, found, write):
         yield model
         if write:
             full.check_unchanged(engine.axes.everyone, unwrapped(model), values)
             written = full.spread(engine.axes, values)
+    full.write_back(engine.unfilled, written)
+    if written:
+        engine.publish_anew("after full_params")
+
+
+@contextmanager
+def _shown(state: Sharded, values: dict[Slot, Tensor], grads: dict[Slot, Tensor], write: bool) -> Iterator[None]:
+    """Inside, the parameters are plain ones with these values."""
+    state.hooks.pause()
+    shown, state.shown = full.Shown(values, grads), True
+    try:
+        yield
     finally:
         state.shown = False
         changed = shown.hide()
         state.hooks.resume()
-    full.write_back(engine.unfilled, written)
-    if written:
-        engine.publish_anew("after full_params")
     if changed and not write:
         raise RuntimeError(
             f"Parameter {changed[0]!r} was written inside zeor.full_params, and the change is lost; write inside "
             "`with zeor.full_params(model, write=True):`."
         )
+
+
+@contextmanager
+def _full_at(state: Sharded, model: nn.Module, to_rank: int | None, device: Any) -> Iterator[None]:
+    """zeor.full_params on one rank, or on a device of the caller's."""
+    engine = state.engine
+    axis, what = engine.axes.everyone, "zeor.full_params"
+    check_rank(what, "to_rank", to_rank, axis.size)
+    if engine.announcer.block is None:
+        attend(axis, what)
+    engine.announce(events.OTHER, what, meets=False)
+    values = full.values_for(engine, to_rank, device)
+    if to_rank in (None, axis.rank):
+        with _shown(state, values, {}, write=False):
+            yield
+        return
+    assert to_rank is not None
+    handle, state.shown = full.refuse_forward(model, to_rank), True
+    try:
+        yield
+    finally:
+        state.shown = False
+        handle.remove()
 
 
 @torch.no_grad()
@@ -514,7 +607,8 @@ def report(model: nn.Module) -> dict[str, int]:
 
 
 __all__ = [
-    "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "ema", "export", "full_params", "init_parameters",
-    "iter_full", "join", "load_pretrained", "mean_loss", "mesh", "no_sync", "on_meta", "penalty", "pipeline", "predict",
-    "report", "set_wire", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
+    "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "drop_optimizer", "ema", "export", "full_params",
+    "full_state", "init_parameters", "is_sharded", "iter_full", "iter_state", "join", "lerp", "load_full_state",
+    "load_pretrained", "mean_loss", "mesh", "no_sync", "on_meta", "penalty", "pipeline", "predict", "report",
+    "set_wire", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

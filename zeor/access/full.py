@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeor.access.stream import DEFAULT_NBYTES, iter_slots
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
 from zeor.comm.axes import Axes, Axis
+from zeor.step.engine import Engine
 from zeor.step.handed_out import HandedOut
 from zeor.step.unfilled import Unfilled
 from zeor.step.unit import Slot, Unit, gather_values
@@ -36,6 +39,31 @@ def all_values(units: Sequence[Unit], unfilled: Unfilled, blank: bool = False) -
                 if slot in unfilled.slots and value.is_floating_point():
                     value.fill_(math.nan)
     return found
+
+
+def values_for(engine: Engine, to_rank: int | None, device: Any) -> dict[Slot, Tensor]:
+    """The same on one rank (None: on every), on a device of the caller's; the others pass on what the stream brings,
+    and keep nothing of it."""
+    keeps = to_rank in (None, engine.axes.everyone.rank)
+    slots = {slot.name: slot for slot in engine.slots}
+    found: dict[Slot, Tensor] = {}
+    for name, value in iter_slots(engine, engine.slots, DEFAULT_NBYTES, lambda slot: slot.dtype):
+        if keeps:
+            found[slots[name]] = value.to(device)
+        del value
+    return found
+
+
+def refuse_forward(model: nn.Module, rank: int) -> Any:
+    """On a rank that holds nothing while another holds the model whole: the handle of a hook that says so."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(
+            f"The model was called inside zeor.full_params(to_rank={rank}) on another rank than {rank}, which alone "
+            "holds it whole; call it there, or leave to_rank= out."
+        )
+
+    return model.register_forward_pre_hook(refuse, prepend=True)
 
 
 def all_grads(units: Sequence[Unit], handed_out: HandedOut) -> dict[Slot, Tensor]:

@@ -17,7 +17,7 @@ from zeor.checkpoint import load as loading
 from zeor.checkpoint import save as saving
 from zeor.checkpoint.files.errors import all_there, lost_peers
 from zeor.checkpoint.files.urls import Place, place_of, shown
-from zeor.checkpoint.load import Loaded
+from zeor.checkpoint.load import Loaded, What
 from zeor.checkpoint.run import run_of
 from zeor.checkpoint.save import Destination, SaveRequest
 from zeor.checkpoint.saver import Saving, saver_of
@@ -124,7 +124,7 @@ def check_extra(who: str, extra: Any) -> None:
         raise ValueError(f"{who}(extra=...): {type(extra).__name__} has no names; give a dict of what to save by name.")
 
 
-def load(
+def load(  # noqa: PLR0913 (public: each option is a keyword)
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -132,20 +132,28 @@ def load(
     extra: Mapping[str, Any] | None = None,
     data: Any = None,
     strict: bool = True,
+    only: str | None = None,
 ) -> Loaded:
     """Load the latest checkpoint of `folder`, or the one it is, into a sharded run of any world, stage and precision.
 
     Parameters, masters, optimizer state, groups and buffers come back in every bit; random generators too where the
     world is the same. `extra` and `data`: objects to load what was saved under the same names into. Everything is
     verified before anything changes; what is wrong raises zeor.CheckpointError on every rank. strict=False loads what
-    fits and lists the rest.
+    fits and lists the rest. only="weights": parameters and buffers alone; optimizers, whichever the model has and
+    whichever the checkpoint holds, and random generators stay as they are.
     """
+    if only not in (None, "weights"):
+        raise ValueError(f"zeor.load(only={only!r}): give 'weights', or leave it out for the whole run.")
+    if only is not None and not (optimizer is None and extra is None and data is None):
+        raise ValueError("zeor.load(only='weights') loads no optimizer=, extra= or data=; leave them out.")
     run = run_of(model, optimizer)
+    if only is not None:
+        run.steppers = []
     run.announce_if_joining("zeor.load")
     with lost_peers(run.everyone, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
         all_there(run.everyone, "zeor.load")
         saver_of(run).settle()  # what is being written may be the latest
-        loaded = loading.load(run, place_of(folder), extra, data, strict)
+        loaded = loading.load(run, place_of(folder), extra, data, What(strict, only is not None))
     if run.everyone.rank == 0:
         log.info("loaded step %d from %s, written by %d rank(s)", loaded.step, shown(str(loaded.path)), loaded.world)
     return loaded

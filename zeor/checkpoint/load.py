@@ -59,11 +59,19 @@ class Loaded(NamedTuple):
     unexpected: list[str]
 
 
+class What(NamedTuple):
+    """`weights_only`: parameters and buffers, of a run whose optimizers are left out."""
+
+    strict: bool
+    weights_only: bool = False
+
+
 class Load:
     """One load into one run."""
 
-    def __init__(self, run: TrainingRun, opened: Opened, files: Files, strict: bool):
-        self.run, self.strict, self._files = run, strict, files
+    def __init__(self, run: TrainingRun, opened: Opened, files: Files, what: What):
+        self.run, self.strict, self._files = run, what.strict, files
+        self._weights_only = what.weights_only
         self.path, self.manifest = opened.path, opened.manifest
         self._stored = self.manifest.by_key()
         for name in parts.persistent_buffers(run.model):  # a state dict of others does not say what is a buffer
@@ -87,6 +95,8 @@ class Load:
         self._plan_parameters()
         self._plan_buffers()
         self._check_names()
+        if self._weights_only:
+            return
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
@@ -106,6 +116,8 @@ class Load:
     def _same_world(self) -> bool:
         rng = self.manifest.state.get("rng")
         world = self.manifest.world
+        if self._weights_only:
+            return False  # random generators stay
         same = world == self.run.everyone.size and self.manifest.state.get("divided", []) == self.run.divided
         return same and isinstance(rng, list) and len(rng) == world
 
@@ -418,13 +430,13 @@ def _need(stored: Stored, slot: Slot, start: int, numel: int, device: torch.devi
     return Need(stored, start, numel, device, boxes=boxes)
 
 
-def load(run: TrainingRun, folder: Place, extra: Mapping[str, Any] | None, data: Any, strict: bool) -> Loaded:
+def load(run: TrainingRun, folder: Place, extra: Mapping[str, Any] | None, data: Any, what: What) -> Loaded:
     """The steps at the top of this file."""
 
     def once() -> Loaded:
         opened = open_checkpoint(run.everyone, folder)
         with Files(run.everyone, opened) as files:
-            loaded = _load(Load(run, opened, files, strict), files, extra, data)
+            loaded = _load(Load(run, opened, files, what), files, extra, data)
         run.lineage.loaded(opened.path, opened.manifest)
         return loaded
 

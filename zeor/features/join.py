@@ -235,7 +235,7 @@ class Join(OpenJoin):
             raise _refusal(detail, self.left)
 
     def _step(self, optimizer: Optimizer, detail: dict[str, Any]) -> None:
-        settings.take_over(optimizer, detail["settings"])
+        settings.take_over(optimizer.param_groups, detail["settings"])
         for name, value in detail["amp"].items():  # GradScaler hands its scale to a fused step this way
             setattr(optimizer, name, torch.tensor(value, device=self._axes.device))
         optimizer.step()
@@ -252,7 +252,7 @@ class Join(OpenJoin):
             return
         mine = None
         if self._axes.everyone.rank not in early:
-            found = [[settings.encode(each) for each in optimizers] for optimizers in self._optimizers]
+            found = [[settings.encode(each.param_groups) for each in optimizers] for optimizers in self._optimizers]
             mine = {"edits": self.edits.encode(), "detail": found}
         told = exchange(self._axes.everyone, mine, "exchange at the end of zeor.join")
         if mine is None:
@@ -260,7 +260,7 @@ class Join(OpenJoin):
             self.edits.replay(heard["edits"], skip)
             for optimizers, each in zip(self._optimizers, heard["detail"]):
                 for optimizer, groups in zip(optimizers, each):
-                    settings.take_over(optimizer, groups)
+                    settings.take_over(optimizer.param_groups, groups)
 
     # ---- errors
 

@@ -104,16 +104,18 @@ def _number(name: str, value: Any) -> list[Any]:
 # ---- as JSON
 
 
-def encode(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Every setting of every group that JSON can hold; a tensor of one number as [number]."""
-    return [{name: _encode(v) for name, v in group.items() if _can_travel(name, v)} for group in optimizer.param_groups]
+def encode(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every setting of an optimizer's groups that JSON can hold, but for the parameters."""
+    return [{name: _encode(v) for name, v in group.items() if _can_travel(name, v)} for group in groups]
 
 
 def _can_travel(name: str, value: Any) -> bool:
+    if name == "params":
+        return False
     if isinstance(value, Tensor):
         return value.numel() == 1
     if isinstance(value, (tuple, list)):
-        return name != "params" and all(_can_travel(name, entry) for entry in value)
+        return all(_can_travel(name, entry) for entry in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -124,9 +126,9 @@ def _encode(value: Any) -> Any:
 
 
 @torch.no_grad()
-def take_over(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+def take_over(groups: Sequence[dict[str, Any]], settings: Sequence[dict[str, Any]]) -> None:
     """Make the groups' settings those another rank encoded."""
-    for group, wanted in zip(optimizer.param_groups, settings):
+    for group, wanted in zip(groups, settings):
         for name, value in wanted.items():
             group[name] = _decode(value, group.get(name))
 

@@ -107,15 +107,19 @@ class KeptState:
         """A state dict made by `state_dict` on this rank, or a plain one of whole parameters."""
         state_dict = mark.unmark(self.segments, state_dict)
         self.drain()
-        optimizer, segments = self._optimizer, self.segments
+        segments = self.segments
         order = list(self._params())
         state = {
             key: segments.cut_state(order[key], value) if isinstance(key, int) else value
             for key, value in state_dict["state"].items()
         }
         state = {k: v for k, v in state.items() if not isinstance(k, int) or segments.of(order[k]) is not None}
-        with segments.in_groups():
-            type(optimizer).load_state_dict(optimizer, {**state_dict, "state": state})
+        self.take_cut({**state_dict, "state": state})
+
+    def take_cut(self, state_dict: dict[str, Any]) -> None:
+        """A stock state dict over this rank's segments."""
+        with self.segments.in_groups():
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
         self.own_state()
         self.forget_moments()
         self.take_all()

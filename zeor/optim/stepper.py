@@ -276,7 +276,7 @@ class Stepper:
         found = {name: getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf")}
         return {
             "optimizer": [each is self.optimizer for each in self._peers].index(True),
-            "settings": settings.encode(self.optimizer),
+            "settings": settings.encode(self.optimizer.param_groups),
             "amp": {name: float(value) for name, value in found.items() if value is not None},
         }
 

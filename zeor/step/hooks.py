@@ -142,7 +142,7 @@ class Hooks:
         for module in dict.fromkeys(module for slot in self._slots for module, _ in slot.owners):
             self._handles.append(module.register_load_state_dict_pre_hook(self._begin_load))
             if isinstance(module, nn.RNNBase):  # recurrent layers would lay their weights into memory of their own
-                self._put_method(module, "flatten_parameters", lambda: None)
+                self.put_method(module, "flatten_parameters", lambda: None)
 
     def remove(self) -> None:
         ignore(self._model)
@@ -224,7 +224,8 @@ class Hooks:
 
     # ---- methods that would move parameters
 
-    def _put_method(self, module: nn.Module, name: str, method: Func) -> None:
+    def put_method(self, module: nn.Module, name: str, method: Func) -> None:
+        """A method on this one object, until `remove`; none while hooks are paused."""
         vars(module)[name] = method
         self._methods.append((vars(module), name))
 
@@ -247,7 +248,7 @@ class Hooks:
             moved: nn.Module = plain(fn, recurse)
             return moved
 
-        self._put_method(model, "_apply", apply)
+        self.put_method(model, "_apply", apply)
 
     # ---- entries beside forward
 
@@ -267,7 +268,7 @@ class Hooks:
             finally:
                 self._leave_entry()
 
-        self._put_method(entry.module, entry.method, method)
+        self.put_method(entry.module, entry.method, method)
 
     def _add_entry_hooks(self, entry: Entry) -> None:
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> Args | None:

@@ -213,3 +213,11 @@ def gather_values(lane: Lane, slots: list[Slot]) -> dict[Slot, Tensor]:
     else:
         whole = lane.full.flat if not lane.frees else lane.gather_compute()
     return {s: lane.part(whole, s.index).view(s.shape).to(s.dtype, copy=True) for s in slots}
+
+
+def publish_written(unit: Unit, lane: Lane) -> None:
+    """Each rank has written what it updates of a lane, past the optimizer: where ranks keep more of compute than that,
+    each gets what the others have. A collective; frozen lanes too."""
+    lane.recode()
+    if lane.spec.widening("update", "compute"):
+        lane.publish_anew(f"gather of unit {unit.name!r} after a write")

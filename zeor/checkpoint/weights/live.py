@@ -9,7 +9,7 @@ from zeor.comm.axes import Axis
 from zeor.step import events
 from zeor.step.engine import Engine
 from zeor.step.lane import Lane
-from zeor.step.unit import Unit
+from zeor.step.unit import Unit, publish_written
 
 
 class LiveModel:
@@ -56,6 +56,4 @@ class LiveModel:
 
     def publish(self, unit: Unit, lane: Lane) -> None:
         """Where ranks keep more of compute than they update, each gets what the others have loaded."""
-        lane.recode()
-        if lane.spec.widening("update", "compute"):  # frozen lanes too
-            lane.publish_anew(f"gather of unit {unit.name!r} after loading")
+        publish_written(unit, lane)

@@ -40,7 +40,7 @@ def unmark(segments: Segments, state_dict: dict[str, Any]) -> dict[str, Any]:
     found, here = state_dict.get(KEY), _made_here(segments)
     if found is None:
         if segments.owners.cut:
-            _check_whole(segments, state_dict)
+            check_whole(segments, state_dict)
         return state_dict
     name = type(segments.optimizer).__name__
     if (found["world"], found["rank"]) != (here["world"], here["rank"]):
@@ -70,7 +70,7 @@ def _made_here(segments: Segments) -> dict[str, int]:
     return {"world": axis.size, "rank": axis.rank, "layout": zlib.crc32(repr(found).encode())}
 
 
-def _check_whole(segments: Segments, state_dict: dict[str, Any]) -> None:
+def check_whole(segments: Segments, state_dict: dict[str, Any]) -> None:
     """A dict without a mark must be that of whole parameters."""
     order = [param for group in segments.optimizer.param_groups for param in group["params"]]
     for key, state in state_dict["state"].items():
