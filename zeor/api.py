@@ -488,6 +488,7 @@ def _full_at(state: Sharded, model: nn.Module, to_rank: int | None, device: Any)
     engine = state.engine
     axis, what = engine.axes.everyone, "zeor.full_params"
     check_rank(what, "to_rank", to_rank, axis.size)
+    engine.refuse_divided(f"{what}(to_rank=) knows no tensor parallelism yet; leave it out, or use zeor.iter_full.")
     if engine.announcer.block is None:
         attend(axis, what)
     engine.announce(events.OTHER, what, meets=False)

@@ -250,7 +250,10 @@ def refusals() -> dict[str, str]:
         apart.norm.weight += torch.distributed.get_rank()
     found["other values"] = text_of(lambda: zeor.shard(apart, mesh=mesh["dp"]))
 
-    zeor.shard(model, adamw(model), mesh=mesh["dp"])  # nothing was changed by all that
+    optimizer = adamw(model)
+    zeor.shard(model, optimizer, mesh=mesh["dp"])  # nothing was changed by all that
+    found["one rank"] = text_of(lambda: zeor.full_params(model, to_rank=0).__enter__())
+    found["whole state"] = text_of(lambda: zeor.full_state(model, optimizer))
     found["penalty"] = text_of(lambda: zeor.penalty(model, lambda p: p.abs().sum()))
     found["initialise"] = text_of(lambda: zeor.init_parameters(model))
     up = model.blocks[0].up.weight
@@ -271,6 +274,8 @@ SAID = {
     "whole matrices": ["ValueError", "Muon computes on whole matrices", "'tp'", "AdamW"],
     "two meshes": ["TypeError", "'head.weight'", "over one mesh"],
     "other values": ["ValueError", "'norm.weight' is whole on every tensor-parallel rank", "the same seed"],
+    "one rank": ["RuntimeError", "zeor.full_params(to_rank=)", "zeor.iter_full"],
+    "whole state": ["RuntimeError", "zeor.full_state knows no tensor parallelism yet", "zeor.save"],
     "penalty": ["RuntimeError", "zeor.penalty", "add the term to the loss", "'blocks.0.up.weight'"],
     "initialise": ["RuntimeError", "zeor.init_parameters", "zeor.load_pretrained"],
     "shape": ["ValueError", "'blocks.0.up.weight' has shape (64, 16)", "(5, 7)"],

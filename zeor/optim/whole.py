@@ -122,6 +122,7 @@ def check_rank(who: str, option: str, rank: int | None, size: int) -> None:
 
 def _begin(stepper: Stepper, what: str) -> None:
     announcer = stepper.engine.announcer
+    stepper.engine.refuse_divided(f"{what} knows no tensor parallelism yet; zeor.save keeps all of the state.")
     if announcer.block is None:
         attend(stepper.axes.everyone, what)
     announcer.announce(events.OTHER, what, meets=False)
