@@ -7,12 +7,18 @@ link-bound step takes at least is the larger of its computation (the system `com
     python -m benchmarks.two_hosts --out benchmarks/results/two_hosts_100mbit.json
     python -m benchmarks.two_hosts --rate 1gbit --systems "ddp,zeor2,zeor2 precision=bf16" --steps 4
     python -m benchmarks.two_hosts --systems zeor2 --before ../before       # zeor of another checkout beside
+    python -m benchmarks.two_hosts --seconds 120 ...        # as many steps as fit: losses after equal time
+    python -m benchmarks.two_hosts --table RESULTS.json     # the tables of a file
 
 A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `ddp powersgd1` or `ddp powersgd4` (the
 PowerSGD hook of that rank, from the second step on), `fsdp2` or `hsdp` (torch's, cut over a host and repeated across
-hosts) followed by `bf16` or `whole` (no resharding after forward), or any zeorN followed by arguments of zeor.shard,
-such as `zeor2 precision=bf16`, `zeor3 hierarchy=2` or `zeor2 wire=int4` (`wire=int8/int4`: weights by int8, gradients
-by int4; `wire=int4/int4+stochastic+rotate`). Needs root and iproute2; the same file is the worker.
+hosts) followed by `bf16` or `whole` (no resharding after forward), `deepspeed2` where DeepSpeed is installed, or any
+zeorN followed by arguments of zeor.shard, such as `zeor2 precision=bf16`, `zeor3 hierarchy=2` or `zeor2 wire=int4`
+(`wire=int8/int4`: weights by int8, gradients by int4; `wire=int4/int4+stochastic+rotate`).
+
+All read the same windows of real text (benchmarks/text.py), step by step, and are evaluated on the same held-out ones
+when their time is over; losses after equal steps are those of one joint batch. Needs root and iproute2; the same file
+is the worker.
 """
 
 from __future__ import annotations
@@ -24,13 +30,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # So that `python benchmarks/two_hosts.py` finds benchmarks and zeor, as `python -m` does.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import netns
 from benchmarks.measure import command_line, describe_machine, write_json
+from benchmarks.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = " before"  # ends the name of a system that runs from another checkout
@@ -66,6 +73,8 @@ def prepare(system: str, model: Any) -> Any:
         return trained
     if system.startswith("ddp powersgd"):
         return _ddp_powersgd(int(system.removeprefix("ddp powersgd")), model)
+    if name == "deepspeed2":
+        return _deepspeed(model, arguments)
     if name in ("fsdp2", "hsdp"):
         return _fully_shard(model, arguments, settings, across=name == "hsdp")
     if settings:
@@ -117,6 +126,39 @@ def _fully_shard(model: Any, arguments: dict[str, Any], settings: list[str], acr
     return cpu_systems.Trained(model, torch.optim.AdamW(model.parameters(), **arguments))
 
 
+class _Engine(NamedTuple):
+    """DeepSpeed's engine in the place of a model and an optimizer: its own loop, seen from the plain one."""
+
+    engine: Any
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        """engine.step has done it."""
+
+
+def _deepspeed(model: Any, arguments: dict[str, Any]) -> Any:
+    """ZeRO stage 2 with the settings that its own documentation gives, fp32."""
+    import deepspeed
+    import torch
+
+    from benchmarks import cpu_systems
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_scatter": True},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), **arguments)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    return cpu_systems.Trained(engine, _Engine(engine))
+
+
+def _backward(optimizer: Any, loss: Any) -> None:
+    optimizer.engine.backward(loss) if isinstance(optimizer, _Engine) else loss.backward()
+
+
 def work(options: argparse.Namespace) -> None:
     """Train, and write what the steps took on this rank."""
     if options.tree:
@@ -124,7 +166,8 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks import cpu_systems
-    from benchmarks.decoder import SIZES, build, loss_of, random_batch
+    from benchmarks.decoder import SIZES, build, loss_of
+    from benchmarks.text import Windows, read
 
     cores = sorted(os.sched_getaffinity(0))
     half, node = max(1, len(cores) // 2), int(os.environ["GROUP_RANK"])
@@ -134,32 +177,62 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     (system,), rank, shape = options.systems, dist.get_rank(), SIZES[options.size]
-    source = torch.Generator().manual_seed(1_000 + rank)
-    batches = [random_batch(shape, options.batch, options.tokens, source) for _ in range(4)]
+    windows, world = Windows(read(shape.vocabulary).ids, options.tokens), dist.get_world_size()
     model, optimizer = prepare(system, build(shape))
     losses: list[float] = []
+    ends: list[float] = []
+    begun = time.perf_counter()
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            loss = loss_of(model, *batches[len(losses) % len(batches)])
-            loss.backward()
+            loss = loss_of(model, *windows.batch(len(losses) * world + rank, options.batch))
+            _backward(optimizer, loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
+            ends.append(time.perf_counter() - begun)
         cpu_systems.settle(system, model)
 
     train(options.warmup)
     dist.barrier()
+    steps = _how_many(options, time.perf_counter() - begun)
     before, start, cpu = netns.sent_nbytes(os.environ["GLOO_SOCKET_IFNAME"]), time.perf_counter(), time.process_time()
-    train(options.steps)
+    train(steps)
     dist.barrier()
     seconds, used = time.perf_counter() - start, time.process_time() - cpu
     sent = netns.sent_nbytes(os.environ["GLOO_SOCKET_IFNAME"]) - before
-    answer = {"seconds": seconds / options.steps, "cpu_seconds": used / options.steps, "losses": losses}
-    answer["interface_nbytes"] = sent / options.steps
+    answer = {"seconds": seconds / steps, "cpu_seconds": used / steps, "steps": steps, "losses": losses, "ends": ends}
+    answer["interface_nbytes"] = sent / steps
+    answer["held_out_loss"] = _held_out(model, windows, options.batch)
     Path(options.worker, f"rank{rank}.json").write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _how_many(options: argparse.Namespace, warmup_seconds: float) -> int:
+    """Steps to time: those asked for, or as many as fit into the rest of --seconds, the same on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    if not options.seconds:
+        return int(options.steps)
+    each = warmup_seconds / max(1, options.warmup)
+    told = torch.tensor([max(options.steps, round((options.seconds - warmup_seconds) / each))])
+    dist.broadcast(told, 0)
+    return int(told)
+
+
+def _held_out(model: Any, windows: Any, batch: int) -> float:
+    """The mean loss over the same windows that nobody trains on."""
+    import torch
+
+    from benchmarks.decoder import loss_of
+
+    model.eval()
+    with torch.no_grad():
+        found = [float(loss_of(model, *windows.held_out_batch(number, batch))) for number in range(8)]
+    model.train()
+    return sum(found) / len(found)
 
 
 # The parent
@@ -171,7 +244,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, netns.two_hosts(options.rate) as hosts:
         script = ["-m", "benchmarks.two_hosts", "--worker", folder, "--tree", tree]
         script += ["--systems", system.removesuffix(BEFORE)]
-        for name in ("size", "batch", "tokens", "steps", "warmup"):
+        for name in ("size", "batch", "tokens", "steps", "warmup", "seconds"):
             script += [f"--{name}", str(getattr(options, name))]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -185,7 +258,10 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
         "seconds": max(rank["seconds"] for rank in ranks),
         "cpu_seconds": max(rank["cpu_seconds"] for rank in ranks),
         "interface_nbytes": max(rank["interface_nbytes"] for rank in ranks),
-        "losses": [rank["losses"] for rank in ranks],
+        "steps": ranks[0]["steps"],
+        "held_out_loss": sum(rank["held_out_loss"] for rank in ranks) / len(ranks),
+        "losses": [round(sum(each) / len(each), 5) for each in zip(*(rank["losses"] for rank in ranks))],
+        "ends": [round(each, 3) for each in ranks[0]["ends"]],
     }
 
 
@@ -193,7 +269,21 @@ def show(run: dict[str, Any]) -> None:
     """One line: MB/s is what the busier host sent, over the whole step."""
     megabytes = run["interface_nbytes"] / 1e6
     words = f"{run['seconds']:7.2f} s/step {megabytes:7.1f} MB {megabytes / run['seconds']:7.2f} MB/s"
-    print(f"{run['system']:28} {words} cpu {run['cpu_seconds']:.2f} s  loss {run['losses'][0][-1]:.6f}", flush=True)
+    print(f"{run['system']:28} {words} cpu {run['cpu_seconds']:.2f} s  held-out {run['held_out_loss']:.4f}", flush=True)
+
+
+def table(document: dict[str, Any]) -> str:
+    """A row for each system: seconds, bytes, speed beside FSDP2, and losses after equal steps and equal time."""
+    runs = {run["system"]: run for run in document["runs"]}
+    anchor = runs.get("fsdp2", document["runs"][0])
+    step = min(len(run["losses"]) for run in document["runs"])
+    rows = []
+    for system, run in runs.items():
+        row = [system, f"{run['seconds']:.2f}", f"{run['interface_nbytes'] / 1e6:.1f}"]
+        row += [f"{anchor['seconds'] / run['seconds']:.2f}", f"{run['losses'][step - 1]:.4f}"]
+        rows.append([*row, f"{run['held_out_loss']:.3f} after {len(run['losses'])} steps, {run['ends'][-1]:.0f} s"])
+    heads = ["system", "s/step", "MB/step", f"x {anchor['system']}", f"loss at step {step}", "held-out loss at the end"]
+    return markdown(heads, rows)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -204,12 +294,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=3, help="steps timed")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.0, help="train this long instead, --steps steps at least")
     parser.add_argument("--rate", default="100mbit", help="limit of the link, as tc writes it")
     parser.add_argument("--per-host", type=int, default=1, help="ranks on each host")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier version of zeor")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds one system may take")
     parser.add_argument("--date", help="written into the results as it is")
     parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--table", type=Path, help="print the table of this file, and run nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--tree", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -225,9 +317,12 @@ def main() -> None:
     if options.worker is not None:
         work(options)
         return
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
+        return
     if reason := netns.missing():
         raise SystemExit(f"cannot make network namespaces: {reason}")
-    names = ("size", "batch", "tokens", "steps", "warmup", "rate", "per_host")
+    names = ("size", "batch", "tokens", "steps", "warmup", "seconds", "rate", "per_host")
     document: dict[str, Any] = {"kind": "two_hosts", "machine": describe_machine(options.date)}
     document |= {"command": command_line(), "workload": {name: getattr(options, name) for name in names}, "runs": []}
     for system in options.systems:
