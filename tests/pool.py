@@ -157,10 +157,27 @@ def _collect_garbage(module_count: int) -> int:
 
     Walking torch's own objects takes 0.2 s, far more than a small test: when imports added some, freeze them.
     """
+    _forget_meshes()
     gc.collect()
     if len(sys.modules) != module_count:
         gc.freeze()
     return len(sys.modules)
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers how operations were cut together with the meshes they were cut over, and a mesh holds its
+    groups: each idle Gloo group is three threads, one of which wakes up a hundred times a second."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    clear_planners = getattr(_redistribute, "clear_redistribute_planner_cache", None)  # not in torch 2.9
+    if clear_planners is not None:
+        clear_planners()
 
 
 def _simple_locals(tb: TracebackType | None) -> str:
