@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch.utils.data import DataLoader
 
 import zeor
@@ -118,6 +119,11 @@ def errors() -> dict[str, str]:
 
     note("dispatch", lambda: made({}, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)))
     note("precision", lambda: made({"precision": "fp16"}, mixed_precision="bf16"))
+    note("fsdp", lambda: made({}, fsdp_plugin=FullyShardedDataParallelPlugin()))
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # as `accelerate launch` says it
+        os.environ[variable] = "true"
+        note(variable, lambda: made({}))
+        del os.environ[variable]
 
     def clipped_release() -> None:
         accelerator = made({"release": True})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import start
+from tests.integrations.launching import ACCELERATE_LAUNCH, start
 
 PROGRAM = "accelerate_program"
 STAGES = ["1", "3"]
@@ -79,6 +79,9 @@ def test_uneven_inputs_are_joined(found):
 SENTENCES = {
     "dispatch": "dispatch_batches=True lets rank 0 read for all ranks",
     "precision": "mixed_precision='bf16' and zeor's precision='fp16' contradict each other",
+    "fsdp": "Accelerate is given fsdp_plugin=, and zeor shards the model itself; leave fsdp, deepspeed",
+    "ACCELERATE_USE_FSDP": "Accelerate is given ACCELERATE_USE_FSDP=true, and zeor shards the model itself",
+    "ACCELERATE_USE_DEEPSPEED": "Accelerate is given ACCELERATE_USE_DEEPSPEED=true, and zeor shards the model itself",
     "release": "zeor's release=True updates inside backward, so there is nothing left to clip",
     "ddp": "The model is wrapped in DistributedDataParallel",
     "meta": "The model is on the meta device and has no values; name the folder",
@@ -95,8 +98,5 @@ def test_what_contradicts_is_one_sentence_on_every_rank(found, what):
 
 @pytest.mark.whole
 def test_under_its_own_launcher(found):
-    # --multi_gpu is its launcher of several processes on one host; the program itself says cpu=True.
-    launcher = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
-                "--dynamo_backend", "no", "--main_process_port", "0", "--num_processes")  # fmt: skip
-    for rank in start(PROGRAM, 2, "launched", launcher=launcher):
+    for rank in start(PROGRAM, 2, "launched", launcher=ACCELERATE_LAUNCH):
         assert rank["losses"] == found["two"][0]["3"]["losses"]

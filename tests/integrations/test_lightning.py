@@ -68,3 +68,12 @@ def test_by_its_name_and_what_contradicts(found):
         assert rank["by name"]["losses"] == rank["3"]["losses"]
         assert rank["errors"]["precision"].startswith("precision='bf16-mixed' is Lightning's own; leave it out")
         assert "is no checkpoint of the zeor strategy: it has no meta.ckpt" in rank["errors"]["no checkpoint"]
+
+
+def test_under_its_own_launcher(found, tmp_path):
+    for rank in start(PROGRAM, 2, "launched", str(tmp_path / "trainer"), launcher=None):
+        assert rank["3"]["losses"] == found["two"][0]["3"]["losses"]
+        assert rank["3"]["sum"] == found["two"][0]["3"]["sum"]
+        assert rank["fabric 3"]["losses"] == found["two"][0]["fabric 3"]["losses"]
+    for rank in start(PROGRAM, 2, "launched by fabric", str(tmp_path / "fabric"), launcher=None):
+        assert rank["fabric 3"] == found["two"][0]["fabric 3"]

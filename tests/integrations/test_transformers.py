@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import start
+from tests.integrations.launching import ACCELERATE_LAUNCH, start
 
 PROGRAM = "trainer_program"
 STAGES = ["1", "3"]
@@ -103,11 +103,15 @@ def test_options_of_the_training_arguments(more):
         assert options["release"]["loss"] == pytest.approx(options["unclipped"]["loss"], abs=1.1e-6)
         assert options["release"]["grad_norm"] == [] and len(options["unclipped"]["grad_norm"]) == 6
         assert options["line"] == {"prefetch": 2, "stage": 2}
-        assert options["errors"] == {
+        errors = dict(options["errors"])
+        assert "The model is wrapped in DistributedDataParallel" in errors.pop("ddp")
+        assert errors.pop("dispatch").startswith("dispatch_batches=True lets rank 0 read for all ranks")
+        assert errors == {
             "twice": "zeor's stage is 3 in the training arguments and 1 in zeor=; leave one of them out.",
             "release": "zeor's release=True updates inside backward and cannot clip (max_grad_norm=0.5); set "
             "max_grad_norm=0, or leave release= out.",
             "fsdp": "fsdp= is set in the training arguments, and zeor shards the model itself; leave it out.",
+            "deepspeed": "deepspeed= is set in the training arguments, and zeor shards the model itself; leave it out.",
             "json": "zeor_options='{stage' is no JSON object.",
         }
 
@@ -115,3 +119,9 @@ def test_options_of_the_training_arguments(more):
 @pytest.mark.whole
 def test_a_model_that_had_no_values_is_filled(found, more):
     assert more["two"][0]["options"]["meta"]["loss"] == found["two"][0]["3"]["loss"]
+
+
+@pytest.mark.whole
+def test_under_accelerates_launcher(found, tmp_path):
+    for rank in start(PROGRAM, 2, "launched", str(tmp_path), launcher=ACCELERATE_LAUNCH):
+        assert {key: rank[key] for key in CLOSE} == {key: found["two"][0]["3"][key] for key in CLOSE}

@@ -152,7 +152,7 @@ def options(folder: str) -> dict[str, Any]:
     """What is chosen by training arguments, and a model that has no values before it is sharded."""
     from transformers import HfArgumentParser
 
-    from zeor.integrations.transformers import ZeorTrainer, ZeorTrainingArguments
+    from zeor.integrations.transformers import ZeorTrainer, ZeorTrainingArguments, check_arguments
 
     found: dict[str, Any] = {}
     quiet = {"load_best_model_at_end": False, "save_strategy": "no", "eval_strategy": "no"}
@@ -186,11 +186,17 @@ def options(folder: str) -> dict[str, Any]:
         "release": ({"release": True}, {}),
         "fsdp": ({}, {"fsdp": "full_shard"}),
         "json": ({}, {"kind": ZeorTrainingArguments, "zeor_options": "{stage"}),
+        "dispatch": ({}, {"accelerator_config": {"dispatch_batches": True}}),
     }
     found["errors"] = {
         name: sentence(lambda given=given, more=more: trainer_of(folder, given, **more))
         for name, (given, more) in refused.items()
     }
+    asked = arguments(folder)
+    asked.deepspeed = {"zero_optimization": {"stage": 3}}  # given to TrainingArguments it asks for the package itself
+    found["errors"]["deepspeed"] = sentence(lambda: check_arguments(asked))
+    wrapped = torch.nn.parallel.DistributedDataParallel(tiny.llama())
+    found["errors"]["ddp"] = sentence(lambda: trainer_of(folder, {}, model=wrapped, **quiet).train())
     return found
 
 

@@ -25,6 +25,10 @@ from torch.optim import Optimizer
 import zeor
 from zeor.access.sharded import state_of
 
+# How Accelerate is told to shard a model by other means; on CPUs, or in one process, it would not say that it did not.
+PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
+VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
+             "ACCELERATE_USE_PARALLELISM_CONFIG")  # fmt: skip
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 WEIGHTS = "weights"  # an option of the adapters: a folder from which a model on the meta device is filled
 
@@ -38,12 +42,14 @@ class ZeorAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, zeor: Mapping[str, Any] | None = None, **kwargs: Any):
+        check_settings(kwargs)
         super().__init__(*args, **kwargs)
         self._adopt(zeor)
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, zeor: Mapping[str, Any] | None = None) -> ZeorAccelerator:
         """An Accelerator that another library made, as one of these, in place."""
+        check_settings({})
         check_supported(accelerator)
         accelerator.__class__ = cls
         adopted: ZeorAccelerator = accelerator
@@ -215,6 +221,17 @@ class ZeorAccelerator(Accelerator):
             yield models
         finally:
             self._models, self._optimizers = kept
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """ValueError where arguments or the environment (`accelerate launch`) ask for another way to shard."""
+    found = [f"{name}=" for name in PLUGINS if given.get(name) is not None]
+    found += [f"{name}=true" for name in VARIABLES if os.environ.get(name, "false").lower() == "true"]
+    if found:
+        raise ValueError(
+            f"Accelerate is given {found[0]}, and zeor shards the model itself; leave fsdp, deepspeed, megatron and "
+            "parallelism settings out (`accelerate config`, ACCELERATE_USE_..., arguments)."
+        )
 
 
 def check_supported(accelerator: Accelerator) -> None:
