@@ -25,6 +25,7 @@ from zeor.api import (
     penalty,
     pipeline,
     predict,
+    push,
     report,
     set_wire,
     shard,
@@ -52,6 +53,6 @@ __all__ = [
     "Wire", "accumulate", "choose", "chunked_cross_entropy", "clip_grad_norm_", "data", "drop_optimizer", "ema",
     "export", "full_params", "full_state", "init_parameters", "is_sharded", "iter_full", "iter_state", "join", "launch",
     "lerp", "load", "load_full_state", "load_pretrained", "mean_loss", "measure_links", "mesh", "no_sync", "on_meta",
-    "optim", "penalty", "pipeline", "predict", "preempt", "replan", "report", "save", "set_wire", "shard",
+    "optim", "penalty", "pipeline", "predict", "preempt", "push", "replan", "report", "save", "set_wire", "shard",
     "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from zeor.access import full, meta, wiring
 from zeor.access.blend import lerp
 from zeor.access.initialise import init_parameters
 from zeor.access.meta import on_meta
+from zeor.access.push import push
 from zeor.access.sharded import ATTRIBUTE as _ATTRIBUTE
 from zeor.access.sharded import Sharded, note_stages, stage_of
 from zeor.access.sharded import state_of as _state
@@ -610,6 +611,6 @@ def report(model: nn.Module) -> dict[str, int]:
 __all__ = [
     "accumulate", "chunked_cross_entropy", "clip_grad_norm_", "drop_optimizer", "ema", "export", "full_params",
     "full_state", "init_parameters", "is_sharded", "iter_full", "iter_state", "join", "lerp", "load_full_state",
-    "load_pretrained", "mean_loss", "mesh", "no_sync", "on_meta", "penalty", "pipeline", "predict", "report",
+    "load_pretrained", "mean_loss", "mesh", "no_sync", "on_meta", "penalty", "pipeline", "predict", "push", "report",
     "set_wire", "shard", "sync_buffers", "total", "trace", "traffic", "unshard",
 ]  # fmt: skip
