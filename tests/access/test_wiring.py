@@ -111,6 +111,25 @@ def test_shard_refuses_before_anything_changes(ranks, options, told):
     ranks(check, 2)
 
 
+def disagree(one: Any, other: Any) -> str:
+    model = offloads.net()
+    with pytest.raises(ValueError) as caught:
+        zeor.shard(model, wire=(one, other)[dist.get_rank()])
+    zeor.shard(model, wire=one)  # nothing has changed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [("int8", None), ("int8", "bf16"), (Wire(reduce="int8"), Wire(reduce="int8", rotate=True)), ("auto", "exact")],
+    ids=str,
+)
+def test_ranks_that_disagree_are_told_which_and_nothing_hangs(ranks, one, other):
+    wires = [str(Wire.parse(each)) if each is not None else "None" for each in (one, other)]
+    for told in ranks(disagree, 2, one, other):
+        assert told == f"The ranks' plans differ: rank 0 has wire={wires[0]}, rank 1 has wire={wires[1]}."
+
+
 @pytest.mark.parametrize(
     "given, told",
     [

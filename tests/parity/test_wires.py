@@ -102,6 +102,21 @@ def test_features_beside_differences(ranks, tmp_path, name):
     ranks(same_feature, 2, str(tmp_path), name, (1, 2), "int4")
 
 
+# ---- optimizers that look at whole matrices
+
+
+def matrices(model: nn.Module) -> list[torch.optim.Optimizer]:
+    owned = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(owned, lr=0.05), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def test_matrices_that_travel_to_their_owners_beside_wires(ranks):
+    """What owners are sent is exact; what is reduced and gathered goes by codes."""
+    for wire, stages in ((BOTH, STAGES), ("int4", (1, 2))):
+        ranks(same_bits, 2, stages, make=matrices, wire=wire)
+
+
 # ---- two axes
 
 ACROSS = Wire(across="int8", rounding="stochastic")
