@@ -167,6 +167,16 @@ def test_all_ranks_compute_with_what_was_decoded(ranks, stage, wire):
         ranks(images, 2, stage, wire, precision)
 
 
+def test_at_stage_0_sums_that_travel_back_as_codes_are_the_same_on_every_rank(ranks):
+    """Each updates everything by what it has decoded, its own part of the sum too."""
+    for wire in (BOTH, Wire("int4", "int4")):
+        first, *others = ranks(run, 3, 0, wire=wire, precision="bf16")
+        del first["losses"]  # of its own rows
+        for each in others:
+            del each["losses"]
+            offloads.same(each, first, wire)
+
+
 def masters_apart(stage: int, wire: Any, steps: int) -> float:
     """How far masters have come apart from those of exact training, over how far they went. Steps are far below the
     unit of a weight's block: masters that were what was decoded would not move, or jump."""

@@ -62,9 +62,8 @@ class Foreseen:
 
 
 def describe(wire: Wire) -> str:
-    """In words for a log."""
-    inside, across = wire.axes
-    told = [each.gather if each.gather == each.reduce else f"{each.gather}/{each.reduce}" for each in (inside, across)]
+    """In words for a log: weights/gradients, where they differ."""
+    told = [each.gather if each.gather == each.reduce else f"{each.gather}/{each.reduce}" for each in wire.axes]
     return told[0] if told[0] == told[1] else f"{told[0]} inside, {told[1]} across"
 
 
