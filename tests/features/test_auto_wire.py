@@ -79,25 +79,27 @@ def listening() -> Iterator[list[str]]:
 # ---- what is chosen, when, and that training goes on as by set_wire
 
 
-def chosen_after(stage: Any, precision: Any) -> None:
+def chosen_after(stage: Any, precision: Any, loop: str = "clip", **options: Any) -> None:
     """Exact bits until the choice; from there on those of a run that was told the same by set_wire."""
     where = {"stage": stage} if isinstance(stage, int) else placed(Setting(stage, shape=(2, 2)))
+    where |= options
     with measuring(), listening() as lines:
         model, optimizers = made(precision=precision, **where)
-        steps(model, optimizers, range(AFTER - 1))
+        steps(model, optimizers, range(AFTER - 1), loop)
         assert not of(model).decided and not lines
-        offloads.same(offloads.whole(model), plain(where, precision, AFTER - 1), "before the choice all is exact")
-        steps(model, optimizers, range(AFTER - 1, AFTER))
+        exact = plain(where, precision, AFTER - 1, loop)
+        offloads.same(offloads.whole(model), exact, "before the choice all is exact")
+        steps(model, optimizers, range(AFTER - 1, AFTER), loop)
         assert of(model).decided
-        steps(model, optimizers, range(AFTER, AFTER + 2))
+        steps(model, optimizers, range(AFTER, AFTER + 2), loop)
     wire = of(model).wire
     assert wire.reduce == "int4" or wire.across.reduce == "int4", wire
     found = offloads.whole(model)
     other, its = offloads.made(keep_whole=30, precision=precision, wire=Wire(auto=True), **where)
     of(other).decided = True  # never by itself
-    steps(other, its, range(AFTER))
+    steps(other, its, range(AFTER), loop)
     zeor.set_wire(other, wire)
-    steps(other, its, range(AFTER, AFTER + 2))
+    steps(other, its, range(AFTER, AFTER + 2), loop)
     offloads.same(found, offloads.whole(other), (stage, wire))
     assert len(lines) == (dist.get_rank() == 0)
     for line in lines:
@@ -106,15 +108,25 @@ def chosen_after(stage: Any, precision: Any) -> None:
     assert all(ratio > 1 for verbs in share.values() for ratio in verbs.values())
 
 
-def plain(where: Any, precision: Any, count: int) -> Any:
+def plain(where: Any, precision: Any, count: int, loop: str) -> Any:
     model, optimizers = offloads.made(keep_whole=30, precision=precision, **where)
-    steps(model, optimizers, range(count))
+    steps(model, optimizers, range(count), loop)
     return offloads.whole(model)
 
 
 @pytest.mark.parametrize("stage, precision", [(0, None), (2, "bf16"), (3, None)])
 def test_exact_until_the_choice_and_then_as_by_set_wire(ranks, stage, precision):
     ranks(chosen_after, 2, stage, precision)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_updates_beside_the_next_step(ranks, stage):
+    """What is under way when the wire changes ends first."""
+    away = {"offload": zeor.Offload(chunk=offloads.CHUNK)}
+    ranks(chosen_after, 2, stage, "bf16", **away)
+    if stage == 3:
+        ranks(chosen_after, 2, stage, "bf16", loop="plain", delay=1, **away)
+        ranks(chosen_after, 2, stage, None, loop="plain", release=True)
 
 
 def test_the_choice_on_two_axes(ranks):
