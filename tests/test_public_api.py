@@ -38,7 +38,7 @@ PYTHON = """
 zeor.CheckpointError(...): ValueError
 zeor.Float8(recipe='tensorwise', filter=None, codes=None, pad=False)
 zeor.Link(bandwidth, latency=1e-05, message=None)
-zeor.Machine(name, memory, products, products32, attention, hbm, elementwise, products8=0.0, pcie=49000000000.0, host_update=3800000000.0, disk=1400000000.0, launch=0.0001, fused=0.25, inside=Link(bandwidth=20000000000.0, latency=1e-05, message=None), across=Link(bandwidth=12500000000.0, latency=1.4e-05, message=2.7e-06), per_host=8, hides=True, native=True, cores=0)
+zeor.Machine(name, memory, products, products32, attention, hbm, elementwise, products8=0.0, pcie=49000000000.0, host_update=3800000000.0, disk=1400000000.0, launch=0.0001, fused=0.25, inside=Link(bandwidth=20000000000.0, latency=1e-05, message=None), across=Link(bandwidth=12500000000.0, latency=1.4e-05, message=2.7e-06), per_host=8, hides=True, native=True, cores=0, present=False)
 zeor.Offload(moments='host', master='host', grads='device', compute='device', update='device', folder=None, device_budget=None, host_budget=None, chunk=None, threads=None, pin=True, auto=False)
 zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None, fp8=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, compile=False, paths='auto', keep_whole=0, across=None, wire=None)
 zeor.Precision(compute=None, reduce=None, master=None, fp8=None)
@@ -47,7 +47,7 @@ zeor.RankError(rank, text): RuntimeError
 zeor.Saving(...)
 zeor.Saving.done
 zeor.Saving.wait(self)
-zeor.Wire(gather='exact', reduce='exact', across=None, rounding='nearest', rotate=False)
+zeor.Wire(gather='exact', reduce='exact', across=None, rounding='nearest', rotate=False, auto=False)
 zeor.accumulate(model)
 zeor.choose(model, optimizer='AdamW', batch=None, *, world=None, gpu=None, host=None, link=None, precision='bf16', allow=(), **options)
 zeor.chunked_cross_entropy(hidden, head, targets, *, bias=None, chunk=None, ignore_index=-100, reduction='mean', label_smoothing=0.0)
@@ -113,7 +113,7 @@ zeor.data.shard().load_state_dict(self, state)
 """  # noqa: E501
 
 COMMANDS = """
-train --stage=3 --ranks=2 --steps=600 --layers=3 --width=128 --batch=16 --lr=0.004 --seed=0 --precision=None --text=moby-dick.txt --save=None
+train --stage=3 --ranks=2 --steps=600 --layers=3 --width=128 --batch=16 --lr=0.004 --seed=0 --precision=None --wire=None --text=moby-dick.txt --save=None
 plan --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stages=[0, 1, 2, 3] --worlds=[1, 2, 8, 64] --precision=None --optimizer=AdamW --offload=None --moments=exact --release --recompute=blocks --batch=None --device-budget=None --host-budget=None --fits=None --gpu=None --model=None --ranks=1 --host=None --link=None --allow=()
 schedule --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stage=3 --ranks=2 --hierarchy=None --prefetch=1 --record
 inspect FOLDER --verify

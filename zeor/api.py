@@ -32,6 +32,7 @@ from zeor.comm.launch.world import ensure_process_group
 from zeor.comm.meshes import make_axes, mesh
 from zeor.data.loader import follow
 from zeor.features import fp8, module_buffers, plain_grads
+from zeor.features.auto_wire import AutoWire
 from zeor.features.build import Builder
 from zeor.features.chunked_loss import chunked_cross_entropy
 from zeor.features.compiling import check_options
@@ -155,6 +156,7 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                      options. Graph breaks, and graphs that are made late, are told once.
     wire=None        in which format tensors travel between ranks: "bf16", "fp8", "int8" or "int4", both ways, or a
                      zeor.Wire with one for weights, one for gradients, and others across hosts. Masters stay exact.
+                     "auto": exactly, until a few steps have shown the least lossy one that hides what travels.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zeor.shard takes a torch.nn.Module, not a {type(model).__name__}.")
@@ -573,17 +575,29 @@ def sync_buffers(model: nn.Module, how: str = "mean", mesh: Any = None) -> None:
 
 def set_wire(model: nn.Module, wire: Wire | Mapping[str, Any] | str) -> None:
     """Tensors travel by another wire (see zeor.shard) from here on; every rank calls it, between two steps. Weights may
-    begin to travel as codes at stage 3, and at stages 1 and 2 where the run began with a wire for weights."""
+    begin to travel as codes at stage 3, and at stages 1 and 2 where the run began with a wire for weights, or with
+    "auto". In such a run "auto" measures and chooses anew; any other wire ends the choosing."""
     engine, chosen = _state(model).engine, Wire.parse(wire)
+    auto = engine.find(AutoWire)
+    if chosen.auto and auto is None:
+        raise ValueError(
+            "zeor.set_wire(model, 'auto') is for runs that began with wire='auto'; give zeor.shard that, or name a "
+            "format here."
+        )
     attend(engine.axes.everyone, "zeor.set_wire")
+    if chosen.auto and auto is not None:
+        return auto.choose_anew(chosen)
     wiring.set_wire(engine, chosen)
+    if auto is not None:
+        auto.leave(chosen)
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:
     """Bytes this rank sent and collectives it took part in since shard(), by verb, and by axis of the mesh and verb:
     in all, and of the `last_step`. `seconds_by_axis`, of what zeor.trace or a profiler has listened to: how long they
     were under way, hidden by computation, and exposed (this rank stood still), by the host's clock. With a wire also
-    `compression` (times as many bytes without it) and, on a host, `coding_seconds`, spent on encoding and decoding."""
+    `compression` (times as many bytes without it), `coding_seconds`, spent on encoding and decoding, and both of the
+    last step: `last_step_codes`. On an accelerator these seconds are those that zeor.trace has listened to."""
     return _state(model).engine.axes.everyone.traffic.summary()
 
 

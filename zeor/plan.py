@@ -268,6 +268,8 @@ class Wire:
     blocks by a Hadamard matrix first, so that one large number costs the others less (formats with blocks only).
     Masters are never rounded. Small parameters (keep_whole) travel exactly. "int4" of weights sends differences to what
     the others hold, so it needs a stage below 3 along that axis.
+
+    auto=True (wire="auto"): it begins as the rest says, and zeor chooses formats when it has seen some steps.
     """
 
     gather: str = "exact"
@@ -275,6 +277,7 @@ class Wire:
     across: Wire | str | None = None
     rounding: str = "nearest"
     rotate: bool = False
+    auto: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce"):
@@ -282,12 +285,15 @@ class Wire:
             object.__setattr__(self, name, {"fp8": "fp8_e4m3", "fp32": "exact"}.get(str(given), given))
             _one_of(f"Wire.{name}", getattr(self, name), WIRES)
         _one_of("Wire.rounding", self.rounding, ("nearest", "stochastic"))
-        if not isinstance(self.rotate, bool):
-            raise ValueError(f"Wire.rotate={self.rotate!r}; give True or False.")
+        for name in ("rotate", "auto"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Wire.{name}={getattr(self, name)!r}; give True or False.")
         if self.across is not None:
             if not isinstance(self.across, Wire):
                 object.__setattr__(self, "across", dataclasses.replace(Wire.parse(self.across), **self._of_gradients()))
             assert isinstance(self.across, Wire)
+            if self.across.auto:
+                raise ValueError("Wire.across is 'auto', but both axes are chosen together; pass wire='auto' alone.")
             if self.across.across is not None:
                 raise ValueError("Wire.across has an across= of its own, and there are two axes at most; leave it out.")
         if self.rotate and not any(name in _IN_BLOCKS for each in self.axes for name in (each.gather, each.reduce)):
@@ -316,11 +322,14 @@ class Wire:
                 if name not in known:
                     raise TypeError(f"zeor.Wire has no field {name!r}{nearest(str(name), known)}.")
             return Wire(**value)
+        if value == "auto":
+            return Wire(auto=True)
         if isinstance(value, str) and value in (*WIRES, "fp8", "fp32"):
             return Wire(value, value)
+        known = [*WIRES, "auto"]
         raise ValueError(
-            f"wire={value!r} is not known{nearest(str(value), list(WIRES))}; use a zeor.Wire or one of {list(WIRES)}, "
-            "which is then both ways."
+            f"wire={value!r} is not known{nearest(str(value), known)}; use a zeor.Wire or one of {known}, which is "
+            "then both ways."
         )
 
 

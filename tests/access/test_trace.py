@@ -254,3 +254,38 @@ def test_a_disk_that_is_full_is_told_on_every_rank_and_leaves_what_was_there(ran
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"This model is not sharded; call zeor\.shard"):
         zeor.trace(nn.Linear(2, 2), tmp_path / "t.json").__enter__()
+
+
+# ---- what travels as codes
+
+
+def by_codes(path: str, stage: int) -> tuple[int, dict[str, Any]]:
+    """Bytes that codes have saved in one traced step, and what zeor.traffic says of it."""
+    model, optimizer = built(stage=stage, wire=zeor.Wire("int8", "int4", rotate=True))
+    for _ in range(2):
+        step(model, optimizer)
+    engine = api._state(model).engine
+    engine.drain()
+    saved = engine.observer.traffic.saved_nbytes.total()
+    with zeor.trace(model, path):
+        step(model, optimizer)
+        engine.drain()
+    return engine.observer.traffic.saved_nbytes.total() - saved, zeor.traffic(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_encoding_and_decoding_are_shown_with_the_bytes_they_save(ranks: Any, tmp_path: Path, stage: int) -> None:
+    results = ranks(by_codes, 2, str(tmp_path / "trace.json"), stage)
+    found = read(tmp_path / "trace.json")
+    for rank, (saved, traffic) in enumerate(results):
+        codes = found.of(rank, "code")
+        args = {verb: [c["args"] for c in codes if c["name"].split()[0] == verb] for verb in ("encode", "decode")}
+        assert len(args["encode"]) == len(args["decode"]) > 0
+        assert all({"unit", "label", "bytes", "exact bytes"} <= set(each) for each in args["encode"] + args["decode"])
+        assert sum(each["exact bytes"] - each["bytes"] for each in args["encode"]) == saved > 0
+        assert {found.tracks[bar["pid"], bar["tid"]].split(" (")[0] for bar in codes} == {"host actions"}
+        ratios = traffic["compression"]["ranks"]
+        assert 3.0 < ratios["gather"] < 32 / 8 and 4.0 < ratios["reduce"] < 32 / 4  # biases travel as they are
+        last = traffic["last_step_codes"]
+        assert 3.0 < last["compression"] < 32 / 4 and min(last["encode"], last["decode"]) > 0
+        assert traffic["coding_seconds"]["encode"] > last["encode"]

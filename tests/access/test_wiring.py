@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def refused() -> list[str]:
 def test_what_is_refused_names_what_to_do(ranks):
     for found in ranks(refused, 2):
         begins, unknown, misspelt, across, differ, plain = found
-        assert "wire= whose gathers are not exact" in begins
+        assert "give zeor.shard wire='auto', or a wire whose gathers are not exact" in begins
         assert "wire='int5' is not known (did you mean" in unknown
         assert "no field 'gahter' (did you mean 'gather'?)" in misspelt
         assert "there is one axis" in across
@@ -109,6 +110,86 @@ def test_shard_refuses_before_anything_changes(ranks, options, told):
         zeor.shard(model)
 
     ranks(check, 2)
+
+
+def inside_a_forward() -> str:
+    """On rank 1 alone; rank 0 would begin to send."""
+    model, optimizers = made(stage=2, wire="int8")
+    offloads.one_step(model, optimizers, 0, "clip")
+    handle = None
+    if dist.get_rank() == 1:
+        handle = model.head.register_forward_pre_hook(lambda module, args: zeor.set_wire(model, "exact"))
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        if handle is not None:
+            offloads.loss_of(model, 0)
+        else:
+            zeor.set_wire(model, "exact")
+    if handle is not None:
+        handle.remove()
+    offloads.one_step(model, optimizers, 1, "clip")
+    return str(caught.value)
+
+
+def test_a_rank_inside_a_forward_refuses_for_all(ranks):
+    other, told = ranks(inside_a_forward, 2)
+    assert told == "zeor.set_wire was called inside a forward or backward of the model; call it outside."
+    assert other == f"On rank 1: {told}" or other.endswith(told), other
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def said_at_start(options: dict[str, Any]) -> list[str]:
+    log, lines = logging.getLogger("zeor"), Lines()
+    before, log.level = log.level, logging.INFO
+    log.addHandler(lines)
+    try:
+        offloads.made(**options)
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(before)
+    return [line for line in lines.found if line.startswith("wire ")]
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"wire": "int8", "keep_whole": 30}, ["wire int8: 9"]),  # less the norms
+        ({"wire": Wire("int8", "int4"), "stage": 2, "keep_whole": 0}, ["wire int8/int4: "]),
+        ({"wire": "bf16", "precision": "bf16"}, ["wire bf16: 0.0% of the parameters travel as codes"]),
+        ({"wire": "auto"}, ["wire 'auto': exact, until some steps have been measured"]),
+        ({}, []),
+    ],
+)
+def test_the_start_up_block_says_what_travels_as_codes(ranks, options, told):
+    first, second = ranks(said_at_start, 2, options)
+    assert second == [] and len(first) == len(told)
+    assert all(line.startswith(begin) for line, begin in zip(first, told, strict=True)), first
+
+
+def disagree(one: Any, other: Any) -> str:
+    model = offloads.net()
+    with pytest.raises(ValueError) as caught:
+        zeor.shard(model, wire=(one, other)[dist.get_rank()])
+    zeor.shard(model, wire=one)  # nothing has changed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [("int8", None), ("int8", "bf16"), (Wire(reduce="int8"), Wire(reduce="int8", rotate=True)), ("auto", "exact")],
+    ids=str,
+)
+def test_ranks_that_disagree_are_told_which_and_nothing_hangs(ranks, one, other):
+    wires = [str(Wire.parse(each)) if each is not None else "None" for each in (one, other)]
+    for told in ranks(disagree, 2, one, other):
+        assert told == f"The ranks' plans differ: rank 0 has wire={wires[0]}, rank 1 has wire={wires[1]}."
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One rank of two that trains; rank `who` stops or dies at `place`, or (how="cut") both wait there until their link is
-cut. Run as a script by test_frozen.py, with torchrun's variables."""
+cut. Places "by codes" are inside a collective whose bytes are codes: encoded, under way, and not waited for yet. Run as
+a script by test_frozen.py, with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -8,19 +9,24 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import zeor
 from tests import loops
+from zeor.comm import wires
 
 TIMEOUT_SECONDS = 4.0
+CODED: dict[str, Any] = {"in a gather by codes": wires.Gather, "in a reduce by codes": wires.Reduce}
 
 
 def main(who: int, place: str, how: str, folder: str) -> None:
+    coded: dict[str, Any] = {"wire": "int8", "keep_whole": 0} if place in CODED else {}
     model = loops.net()
-    _, optimizer = zeor.shard(model, torch.optim.AdamW(model.parameters()), stage=3, timeout=TIMEOUT_SECONDS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zeor.shard(model, optimizer, stage=3, timeout=TIMEOUT_SECONDS, **coded)
     loops.train(model, optimizer, range(2), loops.own_loss)
 
     def here(now: str) -> None:
@@ -32,6 +38,14 @@ def main(who: int, place: str, how: str, folder: str) -> None:
             Path(folder, "there").touch()
             os.kill(os.getpid(), getattr(signal, how))
 
+    if place in CODED:
+        kind, wait = CODED[place], CODED[place].wait
+
+        def begun(move: Any, *args: Any) -> Any:
+            here(place)
+            return wait(move, *args)
+
+        kind.wait = begun
     here("between steps")
     loss = loops.own_loss(model, 2)
     here("after forward")

@@ -18,14 +18,16 @@ from benchmarks import netns
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ["between steps", "after forward", "in backward", "after backward", "after step", "in a background save"]
+CODED = ["in a gather by codes", "in a reduce by codes"]
 # Rank 0 holds the store. Every place and every way in `make test-all`; here each of them once.
 SOME = [
     (0, "in a background save", "SIGSTOP"),
     (0, "after forward", "SIGKILL"),
     (1, "in backward", "SIGSTOP"),
     (0, "after step", "SIGSTOP"),
+    (1, "in a reduce by codes", "SIGKILL"),
 ]
-ALL = [(who, place, how) for who in (0, 1) for place in PLACES for how in ("SIGSTOP", "SIGKILL")]
+ALL = [(who, place, how) for who in (0, 1) for place in [*PLACES, *CODED] for how in ("SIGSTOP", "SIGKILL")]
 LIMIT_SECONDS = 120  # so long may the other live on a busy machine; an endless wait is what is looked for
 
 
@@ -72,7 +74,7 @@ def test_a_rank_that_freezes_or_dies_does_not_hold_the_other(tmp_path, who, plac
 
 @pytest.mark.netns
 @pytest.mark.whole
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES, *CODED])
 def test_a_link_that_is_cut_holds_neither_host(tmp_path, place):
     """Nobody closes a connection: each side hears nothing more, and the store is on the other for one of them."""
     if reason := netns.missing():

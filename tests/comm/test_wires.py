@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.comm.test_verbs import mesh_here, same_bits, values
@@ -128,3 +131,69 @@ def test_a_nan_of_one_rank_is_seen_by_all(ranks):
         assert bool(block.isnan().all()) == (axis.rank == 0) and bool(found[128:].isfinite().all())
 
     ranks(check, 2)
+
+
+# ---- what arrives when changes no sum
+
+
+def check_order(codec: Codec) -> list[float]:
+    """Several reduces under way, which each rank waits for in an order of its own, and one at a time."""
+    axis, numel, count = mesh_here(), 2 * NUMEL, 4
+    given = [values(10 * axis.rank + number, axis.size * numel, torch.float32) for number in range(count)]
+
+    def begun(number: int) -> Reduce:
+        how = coded_for(axis, codec, axis.rank)
+        return Reduce(axis, given[number].clone(), how, 1.0, lambda: torch.empty(numel)).start(f"reduce {number}")
+
+    alone = [begun(number).wait() for number in range(count)]
+    moves = [begun(number) for number in range(count)]
+    order = sorted(range(count), key=lambda number: (number * (axis.rank + 2)) % (count + 1))
+    found = {number: moves[number].wait() for number in order}
+    assert all(same_bits(found[number], alone[number]) for number in range(count)), order
+    return order
+
+
+@pytest.mark.parametrize("codec", [Codec("int8"), Codec("int4", True, True)], ids=str)
+def test_a_sum_does_not_depend_on_what_is_waited_for_first(ranks, codec):
+    orders = ranks(check_order, 3, codec)
+    assert len({tuple(order) for order in orders}) > 1, "all ranks waited in one order"
+
+
+@given(
+    st.sampled_from(CODECS),
+    st.integers(2, 5),
+    st.integers(1, 300),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_sums_are_in_rank_order_whatever_the_numbers(codec, size, numel, dtype, data):
+    """Of the parts of any number of ranks, large beside small, with this rank's own exact among them."""
+    numbers = st.floats(-1e30, 1e30, width=32) | st.sampled_from([0.0, 1e-40, math.inf, math.nan, 3e38])
+    rank = data.draw(st.integers(0, size - 1))
+    parts = [torch.tensor(data.draw(st.lists(numbers, min_size=numel, max_size=numel))).to(dtype) for _ in range(size)]
+    axis = Axis(rank, size, torch.device("cpu"))
+    move = Reduce(axis, torch.cat(parts), Coded(codec, numel, Ledger()), 0.5, lambda: torch.empty(0))
+    messages: list[Tensor | None] = [None] * size
+    for number in data.draw(st.permutations(range(size))):  # as they arrive
+        if number != rank:
+            messages[number] = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
+            codec.encode_into(messages[number], parts[number], Noise(mix(5, number)))
+    found = torch.empty(numel, dtype=dtype)
+    move._sum_up(found, messages)
+    wide, total = torch.promote_types(dtype, torch.float32), torch.zeros(numel)
+    for number, part in enumerate(parts):
+        piece = torch.empty(numel, dtype=wide)
+        if number == rank:
+            piece.copy_(part)
+        else:
+            codec.decode_into(piece, messages[number])
+        total = piece if number == 0 else total + piece
+    assert torch.equal(found.nan_to_num(nan=7.0), (total * 0.5).to(dtype).nan_to_num(nan=7.0))
+    bound = sum(codec.error_bound(part) for number, part in enumerate(parts) if number != rank)
+    exact = sum(part.double() for part in parts)
+    away = (found.double() / 0.5 - exact).abs()
+    slack = 2.0 ** -(7 if dtype == torch.bfloat16 else 20) * sum(part.double().abs() + bound for part in parts) + 1e-37
+    known = exact.isfinite() & torch.as_tensor(bound).isfinite() & (exact.abs() + bound < 1e38)
+    assert bool((away[known] <= (bound + slack)[known]).all())
+    assert bool(found[torch.as_tensor(bound).isnan()].isnan().all()), "a NaN or inf of another rank became a number"

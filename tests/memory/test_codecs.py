@@ -85,6 +85,31 @@ def test_nothing_that_is_not_finite_turns_into_a_number(codec, values):
                 assert bool(found[begin : begin + BLOCK].isnan().all())
 
 
+ALL_NUMBERS = st.one_of(
+    NUMBERS, st.sampled_from([math.inf, -math.inf, math.nan, 5e-324, 6e-8, 65504.0, -1e-45]), st.just(0.25)
+)
+
+
+@EACH
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=0, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    source=st.lists(ALL_NUMBERS, min_size=1, max_size=20),
+    key=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_shape_of_any_dtype_with_any_numbers(codec, shape, dtype, source, key):
+    """Constant, mixed, denormal, infinite: within the bound of what the dtype holds, or NaN where the Note says so."""
+    values = torch.tensor(source, dtype=torch.float64).repeat(-(-math.prod(shape) // len(source)))[: math.prod(shape)]
+    values = values.view(shape).to(dtype)
+    message, found = coded(codec, values.reshape(-1), key)
+    assert message.numel() == codec.nbytes(math.prod(shape))
+    assert_within(codec, values.reshape(-1), found)
+    back = torch.empty_like(values)
+    codec.decode_into(back.view(-1), message)
+    assert torch.equal(back.view(-1).nan_to_num(nan=7.0), found.to(dtype).nan_to_num(nan=7.0))
+
+
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_both_ways(codec, dtype):

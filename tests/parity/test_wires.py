@@ -102,6 +102,21 @@ def test_features_beside_differences(ranks, tmp_path, name):
     ranks(same_feature, 2, str(tmp_path), name, (1, 2), "int4")
 
 
+# ---- optimizers that look at whole matrices
+
+
+def matrices(model: nn.Module) -> list[torch.optim.Optimizer]:
+    owned = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(owned, lr=0.05), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def test_matrices_that_travel_to_their_owners_beside_wires(ranks):
+    """What owners are sent is exact; what is reduced and gathered goes by codes."""
+    for wire, stages in ((BOTH, STAGES), ("int4", (1, 2))):
+        ranks(same_bits, 2, stages, make=matrices, wire=wire)
+
+
 # ---- two axes
 
 ACROSS = Wire(across="int8", rounding="stochastic")
@@ -150,6 +165,16 @@ def images(stage: int, wire: Any, precision: Any) -> None:
 def test_all_ranks_compute_with_what_was_decoded(ranks, stage, wire):
     for precision in (None, "bf16"):
         ranks(images, 2, stage, wire, precision)
+
+
+def test_at_stage_0_sums_that_travel_back_as_codes_are_the_same_on_every_rank(ranks):
+    """Each updates everything by what it has decoded, its own part of the sum too."""
+    for wire in (BOTH, Wire("int4", "int4")):
+        first, *others = ranks(run, 3, 0, wire=wire, precision="bf16")
+        del first["losses"]  # of its own rows
+        for each in others:
+            del each["losses"]
+            offloads.same(each, first, wire)
 
 
 def masters_apart(stage: int, wire: Any, steps: int) -> float:

@@ -12,6 +12,9 @@ from torch import nn
 
 import zeor
 from tests.planner.test_peaks import RESULTS, decoder
+from zeor.memory.codecs import Codec
+from zeor.memory.coding_speed import speed_of
+from zeor.memory.device import default_device
 from zeor.planner.machine import MACHINES
 from zeor.planner.step_time import StepTime
 
@@ -98,6 +101,28 @@ def test_links_count_by_axis() -> None:
     assert plain.seconds > staged.seconds  # 11 passes over the slow link in place of 8
     both = plain.exposed["gather", "node"] + plain.hidden.get(("gather", "node"), 0.0)
     assert both == pytest.approx(5 * (2 * UNITS - 1))
+
+
+def test_what_travels_as_codes_is_encoded_and_decoded_besides() -> None:
+    """Four ranks, stage 2, one pass over values and codes: of gradients three quarters are encoded, and as many are
+    decoded; of weights a quarter, and all."""
+    bandwidth = float(UNITS * NUMEL)
+    machine, elements = replace(MACHINE, hbm=bandwidth), (0.75 + 0.75 + 0.25 + 1.0) * bandwidth
+    found, exact = (said(machine, world=4, stage=2, clip=False, wire=wire) for wire in ("int8", None))
+    assert exact.coding == 0.0 and found.coding == pytest.approx(elements * (4 + 130 / 128) / bandwidth)
+    assert found.seconds == pytest.approx(exact.seconds + found.coding) and "coding 13.8" in str(found)
+    nibbles = said(machine, world=4, stage=2, clip=False, wire="int4").coding
+    assert nibbles == pytest.approx(elements * (4 + 66 / 128) / bandwidth)
+    gathers = said(machine, world=4, stage=3, clip=False, wire=zeor.Wire("int8")).coding  # each time
+    assert gathers == pytest.approx((2 * UNITS - 1) * 1.25 * NUMEL * (4 + 130 / 128) / bandwidth)
+
+
+def test_on_the_machine_that_is_here_codecs_are_measured() -> None:
+    speed = speed_of(Codec("int8"), default_device())
+    found = said(zeor.Machine.here(), world=4, stage=2, clip=False, wire="int8").coding
+    elements = UNITS * NUMEL
+    assert found == pytest.approx(elements * (1.0 / speed.encode + 1.75 / speed.decode))
+    assert said("CPU", world=4, stage=2, wire="int8").coding > 0
 
 
 def test_a_step_that_nobody_can_hide_is_all_of_its_parts() -> None:

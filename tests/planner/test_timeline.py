@@ -111,3 +111,12 @@ def test_agreements_cost_time_only_where_somebody_waits_for_them() -> None:
 def test_the_norm_and_its_exchange_come_before_updates() -> None:
     played = play(schedule(FREES), replace(durations(1.0, 2.0), norm=0.5, exchange=0.25))
     assert played.seconds == 9.75 and exposed(played) == {"norm": 0.25}
+
+
+def test_what_is_encoded_and_decoded_is_computed() -> None:
+    """Each reduce is encoded before it travels and decoded when it is waited for, where nothing can hide it."""
+    moves = durations(1.0, 2.0, reduce=0.5)
+    coding = {("reduce", unit, 0): (0.25, 0.125) for unit in range(1, UNITS + 1)}
+    plain, coded = play(schedule(FREES), moves), play(schedule(FREES), replace(moves, coding=coding))
+    assert coded.coding == 3 * 0.375 and plain.coding == 0.0
+    assert coded.seconds == plain.seconds + coded.coding

@@ -107,3 +107,18 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--steps", "0"])
     assert "not a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_wire_is_shown_in_the_step_line(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "3", "--layers", "1", "--width", "64", "--batch", "2", "--text", str(text)]
+    assert main(["train", *options, "--wire", "int8"]) == 0
+    out = capfd.readouterr().out
+    steps = [line for line in out.splitlines() if "tok/s  sent" in line]
+    assert steps and all(re.search(r"tok/s  sent \d+\.\d\d MB x3\.\d  codes \d+ ms", line) for line in steps), steps
+    assert "codes: its time for" in " ".join(out.split()) and not [line for line in out.splitlines() if len(line) > 79]
+
+
+def test_a_wire_that_the_stage_cannot_take(text: Path) -> None:
+    with pytest.raises(SystemExit, match=r"zeor train: Wire\.gather='int4' sends weights as differences"):
+        main(["train", "--text", str(text), "--wire", "int4"])

@@ -116,8 +116,10 @@ def _complete(bar: Bar, rank: int, tid: int, clock: Clock) -> dict[str, Any]:
         args["unit"] = record.unit
     if record.lane is not None:
         args["lane"] = record.lane
-    if record.kind in (ACTION, MOVE):
+    if record.kind in (ACTION, MOVE, CODE):
         args["bytes"] = record.nbytes
+    if record.kind == CODE:
+        args["exact bytes"] = record.exact
     if record.where:
         args["axis" if record.kind in (MOVE, WAIT) else "tier"] = record.where
     if record.label:

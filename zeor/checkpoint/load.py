@@ -39,6 +39,7 @@ from zeor.comm.agree import together
 from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.parts.pieces import Key, Piece
+from zeor.plan import Wire
 from zeor.step.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py
@@ -85,6 +86,7 @@ class Load:
         self._settings: list[list[dict[str, Any]]] = []  # of each optimizer's groups
         self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
+        self._wire: Wire | None = None  # that wire="auto" chose
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
@@ -97,6 +99,7 @@ class Load:
         self._check_names()
         if self._weights_only:
             return
+        self._wire = self.run.wire_of(self.manifest.state.get("wire"))
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
@@ -419,6 +422,11 @@ class Load:
     def _rng(self) -> Any:
         return plain.decode(self.manifest.state["rng"][self.run.everyone.rank], self._want_whole)
 
+    def take_wire(self) -> None:
+        """Every rank has read the same."""
+        if self._wire is not None:
+            self.run.take_wire(self._wire)
+
     def restore_rng(self) -> None:
         if self._same_world:
             set_rng(self._rng(), self.run.everyone.device)
@@ -470,6 +478,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
     with lost_peers(axis, f"Loading {path}", "The run is changed in part; load once more."):
         agreed(this.fill, "exchange about the filling in of a checkpoint")
         this.publish()
+        this.take_wire()
     this.run.everyone.standing.seed_noise(manifest.step)
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)

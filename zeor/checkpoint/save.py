@@ -188,6 +188,8 @@ def _model(run: TrainingRun) -> dict[str, Any]:
     }
     software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.stage}
     found = {"params": params, "aliases": run.aliases, "software": software}
+    wire = run.chosen_wire()
+    found |= {} if wire is None else {"wire": wire}
     return {**found, "divided": run.divided} if run.divided else found
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zeor.comm import small, verbs
-from zeor.comm.axes import Axis
+from zeor.comm.axes import Axes, Axis
 from zeor.comm.launch.world import ensure_process_group
 from zeor.comm.meshes import GPU, NODE, make_axes
 from zeor.memory import device as devices
@@ -119,6 +119,11 @@ def measure_links(mesh: Any = None, hierarchy: int | str | None = None) -> Links
     axes = make_axes(mesh, device, False, _TIMEOUT, hierarchy)
     if axes.everyone.size == 1:
         raise ValueError("There is one rank alone, so there are no links to measure; start several (torchrun).")
+    return measure_along(axes)
+
+
+def measure_along(axes: Axes) -> Links:
+    """The same over axes that are there; nothing may be under way on them."""
     if axes.across.size == 1:
         return Links((_measure(axes.everyone, axes.everyone),), (axes.everyone.name,), (axes.everyone.size,))
     found = [_measure(axis, axes.everyone) for axis in axes.each]

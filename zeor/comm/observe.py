@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from zeor.comm import meter
 from zeor.tiers.streams import DeviceClock, SideStream
 
 ACTION, MOVE, WAIT, PASS, CODE = "action", "move", "wait", "pass", "code"
@@ -67,7 +68,8 @@ class Record:
     kind    action: of the schedule, while the host carries it out. move: a collective, from its issue until somebody
             has waited for it. wait: time in which nothing else could go on. pass: forward or backward of a unit, a
             step. code: what a move sends or brings as codes is encoded or decoded
-    nbytes  of an action the size of what it is done to; of a move what this rank sends
+    nbytes  of an action the size of what it is done to; of a move what this rank sends; of code the codes
+    exact   of code, the bytes that these stand for
     where   the tier of an action, the axis of a move or of a wait for one
     label   what a move or a wait is for, in words
     marks   places in the device's streams, where there is one
@@ -75,14 +77,14 @@ class Record:
     """
 
     __slots__ = (
-        "begin", "end", "index", "kind", "label", "lane", "live", "marks", "nbytes", "shown", "step", "stream", "unit",
-        "verb", "where",
+        "begin", "end", "exact", "index", "kind", "label", "lane", "live", "marks", "nbytes", "shown", "step", "stream",
+        "unit", "verb", "where",
     )  # fmt: skip
 
     def __init__(self, kind: str, verb: str, step: int):
         self.kind, self.verb, self.step = kind, verb, step
         self.unit, self.index, self.lane, self.nbytes, self.where, self.label = "", -1, None, 0, "", ""
-        self.begin = self.end = 0
+        self.begin = self.end = self.exact = 0
         self.marks: list[Any] | None = None
         self.live: dict[str, int] | None = None
         self.stream: SideStream | None = None
@@ -112,12 +114,15 @@ class Traffic:
         self._before: Counter[tuple[str, str]] = Counter()  # sent when it began
         self._ns: Counter[tuple[str, str, str]] = Counter()  # by axis, verb and kind of record
         self.saved_nbytes: Counter[tuple[str, str]] = Counter()  # by axis and verb, that codes were shorter than values
-        self.coding_ns: Counter[str] = Counter()  # of the host's own work: encode, decode
+        self.coding_ns: Counter[str] = Counter()  # encode, decode: of a host's work, and of a device's in a trace
+        self._last_codes, self._codes_before = (0, Counter[str]()), (0, Counter[str]())  # (bytes saved, coding_ns)
 
     def end_step(self) -> None:
         """What is sent from here on belongs to the next step."""
         self.steps += 1
         self._last, self._before = self.sent_nbytes - self._before, self.sent_nbytes.copy()
+        (saved, spent), now = self._codes_before, (sum(self.saved_nbytes.values()), self.coding_ns.copy())
+        self._last_codes, self._codes_before = (now[0] - saved, now[1] - spent), now
 
     def took(self, record: Record) -> None:
         """A move or a wait that was listened to is over."""
@@ -147,9 +152,14 @@ class Traffic:
         for (axis, verb), nbytes in self.saved_nbytes.items():
             sent = self.sent_nbytes[axis, verb]
             shorter.setdefault(axis, {})[verb] = round((sent + nbytes) / sent, 3) if sent else 1.0
-        coded: dict[str, object] = {"compression": shorter} if shorter else {}
-        if self.coding_ns:
-            coded["coding_seconds"] = {verb: spent / 1e9 for verb, spent in self.coding_ns.items()}
+        coded: dict[str, object] = {}
+        if shorter:
+            saved, spent = self._last_codes
+            sent = sum(self._last[axis, verb] for axis, verb in self._last if verb in ("gather", "reduce"))
+            coded["compression"] = shorter
+            coded["coding_seconds"] = _seconds(self.coding_ns)
+            ratio = round((sent + saved) / sent, 3) if sent else 1.0
+            coded["last_step_codes"] = {"compression": ratio, **_seconds(spent)}
         return {
             "bytes_sent": sum(verbs.values()),
             "collectives": sum(self.calls.values()),
@@ -161,6 +171,10 @@ class Traffic:
             "seconds_by_axis": self.seconds(),
             **coded,
         }
+
+
+def _seconds(spent: Counter[str]) -> dict[str, float]:
+    return {verb: spent[verb] / 1e9 for verb in ("encode", "decode")}
 
 
 def _by_axis(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
@@ -181,6 +195,7 @@ class Observer:
         self.records: list[Record] | None = None
         self.counts: list[tuple[int, dict[str, int]]] = []  # bytes at rest by role, and when
         self.clock: DeviceClock | None = None
+        self.meter: meter.Meter | None = None  # of a step that somebody wants the length of
         self._residents: Residents | None = None
         self._until: int | None = None
         self._open: list[Record] = []  # passes
@@ -204,13 +219,24 @@ class Observer:
         finally:
             self.close()
             self.count()
+            self._count_coding(found)
             self.records = self._residents = self.clock = None
             self.look()
+
+    def _count_coding(self, records: Sequence[Record]) -> None:
+        """What encoding and decoding took on a device, which is known when it is done with all of it."""
+        if self.clock is None or not self.clock.ticks:
+            return
+        self.clock.finish()
+        for record in records:
+            if record.kind == CODE and record.marks is not None and len(record.marks) == 2:
+                begin, end = (self.clock.at_ns(mark) for mark in record.marks)
+                self.traffic.coding_ns[record.verb] += max(0, end - begin)
 
     def look(self) -> None:
         """A pass begins: whether anybody listens."""
         listens = self.records is not None and (self._until is None or self.step < self._until)
-        self.on = listens or profiler._is_profiler_enabled
+        self.on = listens or profiler._is_profiler_enabled or self.meter is not None
         if self._open and not self.on:
             self._open.clear()
 
@@ -274,16 +300,19 @@ class Observer:
         self._of(record, label)
         record.where = axis
         self._start(record)
+        if self.meter is not None and verb in meter.VERBS:
+            self.meter.begins()
         return record
 
     @contextmanager
-    def coding(self, verb: str, label: str, device: torch.device) -> Iterator[None]:
-        """What travels as codes is encoded or decoded inside. Always timed on a host; a device's own time is in the
-        marks of the record, where somebody listens."""
+    def coding(self, verb: str, label: str, device: torch.device, nbytes: tuple[int, int]) -> Iterator[None]:
+        """What travels as codes is encoded or decoded inside; (bytes of codes, bytes that they stand for). Always timed
+        on a host; a device's own time is in the marks of the record, where somebody listens."""
         record, begin = None, perf_counter_ns()
         if self.on:
             record = Record(CODE, verb, self.step)
             self._of(record, label)
+            record.nbytes, record.exact = nbytes
             self._start(record)
         yield
         if device.type == "cpu":
@@ -295,6 +324,8 @@ class Observer:
         """A move, or a wait, is over."""
         self._stop(record)
         self.traffic.took(record)
+        if self.meter is not None and record.kind == WAIT and record.verb in meter.VERBS:
+            self.meter.ends(record.end - record.begin)
 
     @staticmethod
     def _of(record: Record, label: str) -> None:

@@ -94,7 +94,7 @@ class Gather:
     @torch.no_grad()
     def encode(self) -> None:
         assert self._full is not None
-        with self._axis.observer.coding("encode", self._label, self._axis.device):
+        with self._axis.observer.coding("encode", self._label, self._axis.device, (self._row, self._mine.nbytes)):
             values = self._mine
             if self._coded.differs:
                 held = self._full.view(self._axis.size, -1)[self._axis.rank]
@@ -121,7 +121,8 @@ class Gather:
     def wait(self, noted: bool = True) -> Tensor:
         if self._full is not None:
             self._begun().wait(noted)
-            with self._axis.observer.coding("decode", self._label, self._axis.device):
+            nbytes = self.messages.nbytes, self._full.nbytes
+            with self._axis.observer.coding("decode", self._label, self._axis.device, nbytes):
                 parts = self._full.view(self._axis.size, -1)
                 for part, message in zip(parts, self.messages.view(self._axis.size, -1)):
                     if self._coded.differs:
@@ -171,12 +172,13 @@ class Reduce:
     def start(self, label: str) -> Reduce:
         axis, numel = self._axis, self._parts.shape[1]
         self._label = label
-        with axis.observer.coding("encode", label, axis.device):
+        others = axis.size - 1
+        self._nbytes = self._row * others, numel * self._parts.itemsize * others
+        with axis.observer.coding("encode", label, axis.device, self._nbytes):
             for rank, (part, message) in enumerate(zip(self._parts, self._sent.view(axis.size, -1))):
                 if rank != axis.rank:
                     self._coded.encode(message, part, self._first + rank * numel)
-        saved = (numel * self._parts.itemsize - self._row) * (axis.size - 1)
-        axis.observer.traffic.shortened(axis.name, "reduce", saved)
+        axis.observer.traffic.shortened(axis.name, "reduce", self._nbytes[1] - self._nbytes[0])
         self._move = verbs.exchange(axis, self._sent, self._received, label)
         return self
 
@@ -188,7 +190,7 @@ class Reduce:
         if self._sum is None:
             self._move.wait()
             into = self._into()
-            with self._axis.observer.coding("decode", self._label, self._axis.device):
+            with self._axis.observer.coding("decode", self._label, self._axis.device, self._nbytes):
                 self._sum_up(into, verbs.exchanged(self._axis, self._received))
             for message in (self._received, self._sent):
                 self._coded.give(message)

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import nn
 
+from zeor.access.wiring import set_wire
+from zeor.features.auto_wire import AutoWire
 from zeor.features.compiling import Compiling
 from zeor.features.first_batch import FirstBatch
 from zeor.features.freezing import Freezing
@@ -70,6 +73,9 @@ class Builder:
             buffers = ModuleBuffers(axes, model, plan.buffers)
             if buffers.told_count:
                 features.append(buffers)
+        if plan.wire is not None and plan.wire.auto:
+            switch = functools.partial(set_wire, engine)
+            features.append(AutoWire(plan, axes, units, engine.announcer, switch=switch, drain=engine.drain))
         if engine.plain:
             before = self._plain
             self._plain = PlainGrads(axes, units, norms, engine.drop_grads, first_batch, nonfinite)

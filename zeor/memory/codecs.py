@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,9 @@ class Codec:
         if self.format == "bf16":
             return self._encode_bf16(message.view(torch.bfloat16), values, noise)
         codes, scales = self._apart(message)
+        if (kernels := self._kernels(values)) is not None:
+            base = noise.word(0) if noise is not None and self.chance else None
+            return kernels.encode(values, codes, scales.view(torch.int16), *self._fused(values.device), base)
         for begin, end in _chunks(values):
             part = values[begin:end].float()
             if part.numel() % BLOCK:
@@ -151,6 +155,9 @@ class Codec:
             values.copy_(message.view(torch.bfloat16)[begin : begin + values.numel()])
             return
         codes, scales = self._apart(message)
+        if (kernels := self._kernels(values)) is not None:
+            at = slice(begin // BLOCK, begin // BLOCK + -(-values.numel() // BLOCK))
+            return kernels.decode(values, codes[at], scales[at].view(torch.int16), *self._fused(values.device))
         for first, end in _chunks(values):
             part = values[first:end]
             whole = part.dtype == torch.float32 and part.numel() % BLOCK == 0
@@ -174,6 +181,15 @@ class Codec:
         rows.mul_(unit)
         if self.rotates:
             torch.mul(_rotated(rows), _signs(rows.device), out=rows)
+
+    def _kernels(self, values: Tensor) -> Any:
+        """The fused kernels (triton_codecs.py), where they do what the plain operations here do; else None."""
+        if values.device.type != "cuda" or self.format not in ("int8", "int4") or values.dtype == torch.float64:
+            return None
+        return _triton_codecs(values.device) if values.is_contiguous() else None
+
+    def _fused(self, device: torch.device) -> tuple[float, Tensor | None]:
+        return BLOCK_FORMATS[self.format], _signs(device) if self.rotates else None
 
     def _apart(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Codes as rows of bytes, and scales."""
@@ -225,6 +241,19 @@ def _rotated(rows: Tensor) -> Tensor:
         rows = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2)
         distance *= 2
     return rows.view(-1, BLOCK)
+
+
+@lru_cache(maxsize=8)
+def _triton_codecs(device: torch.device) -> Any:
+    """None where Triton cannot be imported, or launches nothing: it builds a launcher with the host's C compiler."""
+    try:
+        from zeor.memory import triton_codecs
+
+        values, codes = torch.zeros(BLOCK, device=device), torch.zeros(1, BLOCK, dtype=torch.uint8, device=device)
+        triton_codecs.encode(values, codes, torch.zeros(1, dtype=torch.int16, device=device), 127.0, None)
+    except Exception:  # whatever a compiler may throw; plain operations make the same bits
+        return None
+    return triton_codecs
 
 
 @lru_cache(maxsize=8)

@@ -44,10 +44,14 @@ class Noise(NamedTuple):
         """Of those that lie so many elements further on."""
         return Noise(self.key, self.start + count)
 
+    def word(self, place: int) -> int:
+        """What is scrambled for the element at this place beyond the first, as an int32."""
+        return _signed(self.key + (self.start + place) * _STEP)
+
     def words(self, count: int, device: torch.device) -> Tensor:
         """An int32 for each element; all bits are by chance."""
         word = torch.arange(count, dtype=torch.int32, device=device)
-        word.mul_(_signed(_STEP)).add_(_signed(self.key + self.start * _STEP))
+        word.mul_(_signed(_STEP)).add_(self.word(0))
         for shift, factor in ((16, _FIRST), (15, _SECOND)):
             # The shift of a signed number brings in its sign, which is masked away.
             word.bitwise_xor_((word >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))

@@ -299,4 +299,5 @@ def _why(found: Candidate, best: Candidate) -> str:
 
 def _parts(time: StepTime) -> dict[str, float]:
     waits = {f"waiting for {verb}{' along ' + axis if axis else ''}": s for (verb, axis), s in time.exposed.items()}
-    return {"forward": time.forward, "backward": time.backward, "update": time.update, **waits}
+    computed = {name: getattr(time, name) for name in ("forward", "backward", "update", "coding")}
+    return {**computed, **waits}

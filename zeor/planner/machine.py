@@ -42,6 +42,7 @@ class Machine:
     both are used. launch: of the host, for one operation. fused: of the bytes that element-wise operations move, what
     torch.compile leaves. inside, across: links between the devices of a host, and of a whole host to the others. hides:
     messages travel while it computes; False where the same cores do both. cores: of a CPU, which its ranks share.
+    present: this process runs on it, so what is cheap to measure is measured (the speed of codecs).
     """
 
     name: str
@@ -63,6 +64,7 @@ class Machine:
     hides: bool = True
     native: bool = True
     cores: int = 0
+    present: bool = False
 
     @staticmethod
     def parse(value: Any) -> Machine:
@@ -89,13 +91,13 @@ class Machine:
         """This process's accelerator, by its name; else its CPU."""
         device = devices.default_device()
         if device.type == "cpu":
-            return MACHINES["CPU"]
+            return replace(MACHINES["CPU"], present=True)
         name = devices.describe(device)
         known = next((machine for key, machine in MACHINES.items() if key != "CPU" and key in name), None)
         if known is None:  # nobody knows: what it is called is kept, so that a reader sees it
             known = replace(MACHINES["A100"], name=f"{name} (speeds of an A100)")
         memory = devices.DeviceMemory(device).total_nbytes() or known.memory
-        return replace(known, memory=memory, per_host=torch.accelerator.device_count())
+        return replace(known, memory=memory, per_host=torch.accelerator.device_count(), present=True)
 
     def links(self, sizes: Sizes, names: Sequence[str] = ("ranks",), link: Any = None) -> tuple[Along, ...]:
         """(name, members, link) by axis, the innermost first, for ranks that stand so on axes of these names (the

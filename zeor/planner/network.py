@@ -19,9 +19,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeor.memory.codecs import Codec
 from zeor.planner.machine import Along
 from zeor.spec.lane_spec import LaneSpec
+from zeor.spec.travel import Leg, legs_of
 
 
 class Cost(NamedTuple):
@@ -86,33 +86,13 @@ class Moves(NamedTuple):
 def moves_of(spec: LaneSpec, axes: Sequence[Along]) -> Moves:
     """`axes`: as many as its ranks stand on; or two for ranks on one axis over several hosts. See Note [Two axes]."""
 
-    def leg(number: int, nbytes: float, codec: Codec | None, itemsize: int) -> list[Cost]:
-        """Along one axis, to or from so many bytes on each rank, before they are encoded."""
-        if codec is not None:
-            nbytes = spec.travels_nbytes(codec, round(nbytes / itemsize))
-        if spec.sizes.across == 1:
-            return flat(nbytes, axes)
-        return [ring(nbytes * (spec.sizes.inside if number else 1), axes[number])]
-
-    def gathers(role: str, to: str, whole: float, itemsize: int) -> list[Cost]:
-        codecs = spec.wires.spread if role == "fine" else spec.wires.gather
-        found, cut = [], spec.grid.every if role == "fine" else spec.table.cut(role)
-        for number in spec.widening(role, to):
-            cut = cut - {number}
-            found += leg(number, whole / math.prod(spec.sizes[axis] for axis in cut), codecs[number], itemsize)
+    def costs(legs: Sequence[Leg]) -> list[Cost]:
+        found = []
+        for leg in legs:
+            if spec.sizes.across == 1:
+                found += flat(leg.nbytes, axes)
+            else:
+                found.append(ring(leg.nbytes * (spec.sizes.inside if leg.axis else 1), axes[leg.axis]))
         return found
 
-    read, reduced = spec.key.compute_dtype.itemsize, spec.key.reduce_dtype.itemsize
-    compute = float(spec.layout.numel * read)
-    grads = left = float(spec.layout.numel * reduced)
-    reduce = []
-    for hop in spec.grid.hops():
-        reduce += leg(hop.axis, left, spec.wires.reduce[hop.axis], reduced)
-        left /= spec.sizes[hop.axis]
-    trains = spec.key.trainable
-    return Moves(
-        gathers("compute", "full", compute, read) if spec.frees else [],
-        reduce if trains else [],
-        gathers("fine", "grad", grads, reduced) if trains else [],
-        gathers("update", "compute", compute, read) if spec.publishes else [],
-    )
+    return Moves(*map(costs, legs_of(spec)))

@@ -1,4 +1,4 @@
-"""The start-up block: what runs, where, on what, and what it will hold; four lines, on rank 0, through logging.
+"""The start-up block: what runs, where, on what, and what it will hold; some lines, on rank 0, through logging.
 
 Shown by default: where nobody has set logging up, the `zeor` logger gets a plain handler on stderr. Silence it
 with `logging.getLogger("zeor").setLevel("WARNING")`.
@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.comm.axes import Axes
+from zeor.features.wire_choice import describe
 from zeor.memory import device as devices
 from zeor.optim.kernels.registry import why_not
-from zeor.plan import Plan
+from zeor.plan import Plan, Wire
 from zeor.planner.bytes import Loop, Source, kind_of, predicted, setting_of
 from zeor.step.unit import Unit
 
@@ -43,6 +44,8 @@ def show_start(
         "%s parameters%s in %d units; compute/reduce/master %s",
         f"{numel:,}", f" ({frozen:,} frozen)" if frozen else "", len(units), _dtypes(units),
     )  # fmt: skip
+    if plan.wire is not None and axes.everyone.size > 1:
+        log.info("wire %s", _wire(plan.wire, units))
     log.info("per rank: %s", _bytes(model, plan, axes, units, optimizers))
     for optimizer in optimizers[:1]:
         reason, name = why_not(optimizer, axes.device, plan.kernel), type(optimizer).__name__
@@ -71,6 +74,16 @@ def _dtypes(units: list[Unit]) -> str:
     keys = {lane.key for unit in units for lane in unit.lanes}
     triples = {(k.compute_dtype, k.reduce_dtype, k.master_dtype) for k in keys}
     return "; ".join("/".join(str(d).removeprefix("torch.") for d in t) for t in sorted(triples, key=str))
+
+
+def _wire(wire: Wire, units: list[Unit]) -> str:
+    """In what, and how much of the model: what is left out is named in docs/communication.md."""
+    if wire.auto:
+        return f"'auto': {describe(wire)}, until some steps have been measured"
+    lanes = [lane for unit in units for lane in unit.lanes]
+    coded = sum(lane.layout.numel for lane in lanes if lane.spec.wires.any)
+    share = coded / max(1, sum(lane.layout.numel for lane in lanes))
+    return f"{describe(wire)}: {share:.1%} of the parameters travel as codes, the others exactly"
 
 
 def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimizers: list[Optimizer]) -> str:

@@ -14,12 +14,14 @@ import torch
 
 from zeor.optim.streaming.moments import moment_itemsize
 from zeor.planner import network
+from zeor.planner.coding import coding_seconds
 from zeor.planner.machine import Along, Machine
 from zeor.planner.network import Cost
 from zeor.planner.peaks import Model
 from zeor.planner.rests import PlannedLane
 from zeor.planner.timeline import BRING, Durations, Key, Played, play
 from zeor.planner.work import Work
+from zeor.spec.travel import legs_of
 from zeor.step.schedule import Schedule, traits_of
 from zeor.tiers.rest import LaneRest, Store
 
@@ -42,7 +44,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of one rank. exposed, hidden: by (verb, axis)."""
+    """Seconds of one step of one rank. exposed, hidden: by (verb, axis). coding: of what travels as codes."""
 
     seconds: float
     forward: float
@@ -51,6 +53,7 @@ class StepTime:
     operations: float  # that the model's step takes, without what is computed again
     exposed: dict[tuple[str, str], float] = field(default_factory=dict)
     hidden: dict[tuple[str, str], float] = field(default_factory=dict)
+    coding: float = 0.0
 
     @property
     def exposed_seconds(self) -> float:
@@ -58,6 +61,7 @@ class StepTime:
 
     def __str__(self) -> str:
         parts = [f"forward {self.forward:.3f}", f"backward {self.backward:.3f}", f"update {self.update:.3f}"]
+        parts += [f"coding {self.coding:.3f}"] if self.coding else []
         lines = [f"{self.seconds:.3f} s a step: {', '.join(parts)}, waiting {self.exposed_seconds:.3f}"]
         for key in sorted({*self.exposed, *self.hidden}):
             name = " along ".join(filter(None, key))
@@ -77,7 +81,8 @@ def _told(played: Played, operations: float) -> StepTime:
     hidden = {key: max(0.0, busy - played.exposed[key]) for key, busy in played.busy.items()}
     exposed = {key: seconds for key, seconds in played.exposed.items() if seconds}
     hidden = {key: seconds for key, seconds in hidden.items() if seconds > 1e-12}
-    return StepTime(played.seconds, played.forward, played.backward, played.update, operations, exposed, hidden)
+    computed = played.forward, played.backward, played.update
+    return StepTime(played.seconds, *computed, operations, exposed, hidden, played.coding)
 
 
 def schedule_of(model: Model) -> Schedule:
@@ -96,11 +101,14 @@ def durations_of(model: Model, pace: Pace) -> Durations:
     moves: dict[Key, Sequence[Cost]] = {}
     updates: dict[tuple[int, int | None], float] = {}
     finish: dict[tuple[int, int | None], float] = {}
+    coding: dict[Key, tuple[float, float]] = {}
     grads = 0.0
     for lanes in model.lanes:
         for number, lane in enumerate(lanes):
             place = lane.unit, number
             moves.update(_moves(lane, place, pace))
+            if lane.wires.any:
+                coding.update(_coding(lane, place, pace))
             if lane.updates:
                 updates[place] = _update_seconds(lane, pace)
                 grads += lane.held("grad") * lane.key.reduce_dtype.itemsize
@@ -112,7 +120,7 @@ def durations_of(model: Model, pace: Pace) -> Durations:
     clips = pace.clip and not model.setting.plan.release
     world = model.setting.world
     return Durations(
-        forward, backward, moves, updates, finish,
+        forward, backward, moves, updates, finish, coding,
         norm=_NORM_PASSES * grads / _share(pace.machine.hbm, pace) if clips else 0.0,
         exchange=network.small_gather(pace.axes, model.setting.native) if clips and world > 1 else 0.0,
         agreement=network.agreement(pace.axes) if world > 1 else 0.0,
@@ -200,6 +208,12 @@ def _moves(lane: PlannedLane, place: tuple[int, int], pace: Pace) -> dict[Key, S
     if lane.frees and lane.tiers.compute != "device":
         found[BRING, unit, number] = [_tier_cost(lane.tiers.compute, lane.compute_nbytes, pace)]
     return found
+
+
+def _coding(lane: PlannedLane, place: tuple[int, int], pace: Pace) -> dict[Key, tuple[float, float]]:
+    """By move."""
+    legs = legs_of(lane)._asdict()
+    return {(verb, *place): coding_seconds(each, pace.machine, pace.share) for verb, each in legs.items()}
 
 
 def _streamed(lane: PlannedLane) -> tuple[dict[str, float], dict[str, float]]:

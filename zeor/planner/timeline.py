@@ -28,6 +28,7 @@ from zeor.step.schedule import (
 
 AGREE, NORM, BRING = "agree", "norm", "bring"
 Key = tuple[str, int, int | None]
+Arrival = tuple[float, str, str, float]  # when, verb, axis, and what decoding then takes
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Durations:
     moves: Mapping[Key, Sequence[Cost]]
     updates: Mapping[tuple[int, int | None], float]
     finish: Mapping[tuple[int, int | None], float] = field(default_factory=dict)
+    coding: Mapping[Key, tuple[float, float]] = field(default_factory=dict)  # what a move is encoded in, and decoded
     norm: float = 0.0  # of gradients, before the exchange
     exchange: float = 0.0  # of the norm's parts
     agreement: float = 0.0  # at the end of each pass
@@ -57,6 +59,7 @@ class Played:
     forward: float = 0.0
     backward: float = 0.0
     update: float = 0.0
+    coding: float = 0.0
     exposed: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     busy: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
@@ -79,9 +82,9 @@ class _Player:
         self._up = self._down = 0.0  # when each is free again
         self._net: dict[str, float] = defaultdict(float)  # by axis
         self._late: list[int] = []  # units whose sums still travel across: see Note [Two hops] in step/reduces.py
-        self._gathered: dict[int, list[tuple[float, str, str]]] = {}  # by unit: when what is there, verb and axis
-        self._reduced: dict[tuple[int, int | None], list[tuple[float, str, str]]] = {}
-        self._updated: dict[tuple[int, int | None], list[tuple[float, str, str]]] = {}
+        self._gathered: dict[int, list[Arrival]] = {}  # by unit: when what is there, verb and axis
+        self._reduced: dict[tuple[int, int | None], list[Arrival]] = {}
+        self._updated: dict[tuple[int, int | None], list[Arrival]] = {}
         self.found = Played()
 
     def step(self) -> None:
@@ -155,9 +158,14 @@ class _Player:
                 self._arrive(self._travel("spread", place))
         self._late = [each for each in self._late if any(place[0] == each for place in self._reduced)]
 
-    def _travel(self, verb: str, place: tuple[int, int | None], after: float = 0.0) -> list[tuple[float, str, str]]:
-        """Queued on the network, one axis after the other."""
-        found = []
+    def _travel(self, verb: str, place: tuple[int, int | None], after: float = 0.0) -> list[Arrival]:
+        """Encoded, and queued on the network, one axis after the other."""
+        found: list[Arrival] = []
+        encode, decode = self._d.coding.get((verb, *place), (0.0, 0.0))
+        if encode and self.now < after:  # there is nothing to encode before
+            self.found.exposed[verb, ""] += after - self.now
+            self.now = after
+        self._compute("coding", encode)
         for cost in self._d.moves.get((verb, *place), ()):
             begin = max(self.now, self._net[cost.axis], after)
             self._net[cost.axis] = after = begin + cost.seconds
@@ -166,15 +174,15 @@ class _Player:
                 self.found.exposed[verb, cost.axis] += cost.seconds
                 self.now = max(self.now, begin) + cost.seconds
             if cost.seconds:  # else it goes on inside another's
-                found.append((after, verb, cost.axis))
-        return found
+                found.append((after, verb, cost.axis, 0.0))
+        return [*found[:-1], (*found[-1][:3], decode)] if found else found
 
     def _bring(self, place: tuple[int, int | None]) -> None:
         """Compute that rests elsewhere, before it is gathered."""
         for cost in self._d.moves.get((BRING, *place), ()):
             self._up = max(self.now, self._up) + cost.seconds
             self.found.busy[BRING, cost.axis] += cost.seconds
-            self._gathered.setdefault(place[0], []).append((self._up, BRING, cost.axis))
+            self._gathered.setdefault(place[0], []).append((self._up, BRING, cost.axis, 0.0))
 
     def _update(self, place: tuple[int, int | None]) -> None:
         """Where state rests elsewhere it is fetched, updated and sent back beside the computation."""
@@ -192,12 +200,12 @@ class _Player:
         for cost in self._d.moves.get(("spill", *place), ()):
             self._down = max(ready, self._down) + cost.seconds
             self.found.busy["spill", cost.axis] += cost.seconds
-        self._updated[place] = [(ready, "fetch", fetched[-1].axis)]
+        self._updated[place] = [(ready, "fetch", fetched[-1].axis, 0.0)]
         # What comes back must be there before it is fetched again, a step later; only a step that is shorter notices.
         self._up = max(self._up, self._down - sum(cost.seconds for cost in fetched))
 
     def _publish(self, place: tuple[int, int | None]) -> None:
-        after = max((when for when, _, _ in self._updated.get(place, ())), default=0.0)
+        after = max((when for when, *_ in self._updated.get(place, ())), default=0.0)
         self._updated.setdefault(place, []).extend(self._travel("publish", place, after))
 
     def _read(self, unit: int) -> None:
@@ -211,11 +219,12 @@ class _Player:
         self.now += seconds
         setattr(self.found, what, getattr(self.found, what) + seconds)
 
-    def _arrive(self, moves: Sequence[tuple[float, str, str]]) -> None:
-        for when, verb, axis in moves:
+    def _arrive(self, moves: Sequence[Arrival]) -> None:
+        for when, verb, axis, decode in moves:
             if when > self.now:
                 self.found.exposed[verb, axis] += when - self.now
                 self.now = when
+            self._compute("coding", decode)
 
     def _expose(self, verb: str, axis: str, seconds: float) -> None:
         self.now += seconds

@@ -78,9 +78,10 @@ class LaneSpec:
 
     @property
     def parted(self) -> bool:
-        """What an update writes is no part of what the others read: they have an image of it that is not exact."""
+        """What an update writes is no part of what the others read: they have an image of it that is not exact, or may
+        come to have one."""
         axes = self.widening("update", "compute")
-        return self.publishes and any(self.wires.gather[axis] is not None for axis in axes)
+        return self.publishes and (self.wires.open or any(self.wires.gather[axis] is not None for axis in axes))
 
     @property
     def differs(self) -> bool:

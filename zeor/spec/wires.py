@@ -21,11 +21,13 @@ ByAxis = tuple[Codec | None, Codec | None]  # (inside, across)
 
 @dataclass(frozen=True)
 class LaneWires:
-    """gather: of weights. reduce: of gradients to be summed. spread: of sums, to ranks that keep more of them."""
+    """gather: of weights. reduce: of gradients to be summed. spread: of sums, to ranks that keep more of them.
+    open: weights that travel exactly may yet come to travel as codes."""
 
     gather: ByAxis = (None, None)
     reduce: ByAxis = (None, None)
     spread: ByAxis = (None, None)
+    open: bool = False
 
     @property
     def any(self) -> bool:
@@ -49,8 +51,9 @@ def lane_wires(key: LaneKey, wire: Wire | None, slice_numel: int) -> LaneWires:
         None if key.coded else _shorter(_codec(each.gather, key.compute_dtype), slice_numel, key.compute_dtype)
         for each in (inside, across)
     ]
+    leaves_open = wire.auto and not key.coded and _shorter(Codec("int4"), slice_numel, key.compute_dtype) is not None
     if not key.trainable:
-        return LaneWires((weights[0], weights[1]))
+        return LaneWires((weights[0], weights[1]), open=leaves_open)
     reduce, spread = (
         [
             _shorter(_of_gradients(name, each, key.reduce_dtype), slice_numel, key.reduce_dtype)
@@ -58,7 +61,7 @@ def lane_wires(key: LaneKey, wire: Wire | None, slice_numel: int) -> LaneWires:
         ]
         for names in ((inside.reduce, across.reduce), (inside.gather, across.gather))
     )
-    return LaneWires((weights[0], weights[1]), (reduce[0], reduce[1]), (spread[0], spread[1]))
+    return LaneWires((weights[0], weights[1]), (reduce[0], reduce[1]), (spread[0], spread[1]), leaves_open)
 
 
 def _codec(name: str, dtype: torch.dtype) -> Codec | None:

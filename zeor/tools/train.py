@@ -64,6 +64,10 @@ LEGEND = (
     f"loss: rank 0's, smoothed, nats per byte; grad_norm: before clipping at {CLIP_NORM:g}; tok/s: tokens a "
     "second, all ranks together; lr: learning rate"
 )
+WIRE_LEGEND = (
+    "sent: bytes that rank 0 sent in the last step, and how many times as many they are without --wire; codes: its "
+    "time for encoding and decoding them"
+)
 TABLE_NOTE = (
     "resident: between backward and step, the sum of the four before it, as the sizes of the storages alive then. "
     "transient: what comes on top while a step runs, by zeor's own count of the buffers that it lent; temporaries of a "
@@ -86,6 +90,7 @@ class TrainSettings:
     batch: int = 16
     lr: float = 4e-3
     precision: str | None = None
+    wire: str | None = None
     text: Path = TEXT
     save: Path | None = None
     seed: int = 0
@@ -129,10 +134,12 @@ def run_rank(settings: TrainSettings, stop: Path | None = None) -> Result | Stop
     """Everything one rank does. A file at `stop` means that the user wants it to end."""
     with wrapped_log(enabled=_is_rank_0()):
         training, validation = _loaders(settings)
-        model, optimizer = _build(settings, settings.stage)
+        model, optimizer = _build(settings, settings.stage, settings.wire)
         before = _validate(model, validation)
         _say(f"validation loss {before:.3f} nats per byte before training. While it trains:")
         _say(paragraph(f"  {LEGEND}", indent="  "))
+        if settings.wire is not None:
+            _say(paragraph(f"  {WIRE_LEGEND}", indent="  "))
         try:
             steps, seconds = _train(model, optimizer, training, settings, stop)
         except zeor.Preempted as stopped:
@@ -158,12 +165,12 @@ def _loaders(settings: TrainSettings) -> tuple[Batches, Batches]:
     return shard(training, seed=settings.seed), shard(DataLoader(validation, batch_size=64))
 
 
-def _build(settings: TrainSettings, stage: int) -> tuple[GPT, torch.optim.Optimizer]:
+def _build(settings: TrainSettings, stage: int, wire: str | None = None) -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(settings.seed)
     model = GPT(settings.gpt)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99))
     sharded: tuple[GPT, torch.optim.Optimizer]
-    sharded = zeor.shard(model, optimizer, stage=stage, precision=settings.precision)
+    sharded = zeor.shard(model, optimizer, stage=stage, precision=settings.precision, wire=wire)
     return sharded
 
 
@@ -188,8 +195,10 @@ def _train(
         smooth_loss = loss.item() if step == first + 1 else 0.9 * smooth_loss + 0.1 * loss.item()
         if progress.due(step):
             speed = (step - first) * x.numel() * settings.ranks / (time.perf_counter() - started_s)
-            norm = f"grad_norm {float(grad_norm):.2f}"
-            progress.update(step, f"loss {smooth_loss:.2f}", norm, f"{speed:,.0f} tok/s", f"lr {lr:.1e}")
+            fields = [f"grad_norm {float(grad_norm):.2f}", f"{speed:,.0f} tok/s", f"lr {lr:.1e}"]
+            if settings.wire is not None:
+                fields = [fields[1], *_sent(model), fields[0], fields[2]]
+            progress.update(step, f"loss {smooth_loss:.2f}", *fields)
         end.check(step)
     end.close()
     if settings.save is not None and first < settings.steps:
@@ -197,6 +206,17 @@ def _train(
         path = zeor.save(settings.save, model, optimizer, step=settings.steps, extra=extra, data=training)
         _say(f"step {settings.steps} is saved in {path}")
     return settings.steps - first, time.perf_counter() - started_s
+
+
+def _sent(model: GPT) -> list[str]:
+    """What this rank sent in the last step: bytes, how many times as many they would be without a wire, and the host's
+    time for encoding and decoding."""
+    traffic = zeor.traffic(model)
+    sent = sum(nbytes for verbs in traffic["last_step"].values() for nbytes in verbs.values())
+    codes = traffic.get("last_step_codes", {})
+    shorter = f" x{codes['compression']:.1f}" if codes else ""
+    spent = 1e3 * (codes.get("encode", 0.0) + codes.get("decode", 0.0))
+    return [f"sent {sent / 1e6:.2f} MB{shorter}", f"codes {spent:.0f} ms"]
 
 
 def _resume(model: GPT, optimizer: Any, schedule: Any, training: Batches, settings: TrainSettings) -> int:
@@ -309,6 +329,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=kind, default=getattr(default, name), help=f"{meaning} (default: %(default)s)")
     add("--precision", choices=("fp32", "bf16", "fp8"), default=default.precision,
         help="what forward and backward compute in; the master stays fp32 (default: fp32)")  # fmt: skip
+    add("--wire", choices=("bf16", "fp8", "int8", "int4", "auto"), default=default.wire,
+        help="in which format weights and gradients travel between ranks (default: exactly)")  # fmt: skip
     add("--text", type=Path, default=default.text, metavar="FILE",
         help="any file to learn from, read as bytes (default: Moby-Dick, chapters 1 to 48)")  # fmt: skip
     add("--save", type=Path, default=default.save, metavar="FOLDER",
@@ -326,6 +348,7 @@ def _positive(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     settings = TrainSettings(**{field.name: getattr(options, field.name) for field in fields(TrainSettings)})
     _check_text(settings)
+    _check_wire(settings)
     sizes = settings.gpt
     ranks = f"{settings.ranks} local rank{'s' if settings.ranks > 1 else ''}"
     trained = f"a GPT of {sizes.layers} layers, width {sizes.width}, on {settings.text.name}"
@@ -346,6 +369,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"{bytes_table(result.predicted, result.measured)}\n")
     print(paragraph(f"{agreement(result.predicted, result.measured)} {TABLE_NOTE}"))
     return 0
+
+
+def _check_wire(settings: TrainSettings) -> None:
+    try:
+        zeor.Plan.parse({"stage": settings.stage, "wire": settings.wire})
+    except ValueError as error:
+        raise SystemExit(f"zeor train: {error}") from None
 
 
 def _check_text(settings: TrainSettings) -> None:

@@ -5,7 +5,11 @@ Only this module and the public verbs know the engine; every other function is g
 
 from __future__ import annotations
 
+from typing import Any
+
 from zeor.comm.axes import Axis
+from zeor.features.auto_wire import AutoWire
+from zeor.plan import Wire
 from zeor.step import events
 from zeor.step.engine import Engine
 from zeor.step.lane import Lane
@@ -47,6 +51,20 @@ class LiveModel:
         nothing may be left that it does not hold; every rank calls it."""
         self.engine.publish_anew("at a save")
         self.everyone.standing.seed_noise(step)
+
+    def chosen_wire(self) -> dict[str, Any] | None:
+        """By wire="auto", for a checkpoint; None before it has chosen, and in runs without."""
+        auto = self.engine.find(AutoWire)
+        return None if auto is None else auto.saved()
+
+    def wire_of(self, saved: Any) -> Wire | None:
+        """What a checkpoint says was chosen, where that is for this run."""
+        auto = self.engine.find(AutoWire)
+        return None if auto is None else auto.taken(saved)
+
+    def take_wire(self, wire: Wire) -> None:
+        """Every rank calls it."""
+        self.engine.feature(AutoWire).go_on(wire)
 
     def announce_if_joining(self, what: str) -> None:
         """Inside zeor.join a rank that is out of data cannot come to `what`: all ranks hear so before any waits."""

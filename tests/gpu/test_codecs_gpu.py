@@ -1,0 +1,135 @@
+"""The fused kernels of codecs against the plain operations, bit by bit. Never run on a GPU so far.
+
+Without a GPU, Triton's interpreter runs the same:  TRITON_INTERPRET=1 python -m pytest tests/gpu/test_codecs_gpu.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeor.memory import codecs
+from zeor.memory.codecs import BLOCK, HUGE, TINY, Codec
+from zeor.memory.noise import Noise, mix
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # the mark skips a test where there is no GPU
+WAYS = [(chance, turns) for chance in (False, True) for turns in (False, True)]
+CODECS = [Codec(name, *way) for name in ("int8", "int4") for way in WAYS]
+EACH = pytest.mark.parametrize("codec", CODECS, ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOISE = Noise(mix(11), start=(1 << 33) + 77)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if INTERPRETED:
+        pytest.importorskip("triton")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
+    return torch.device("cuda:0")
+
+
+def fused(codec: Codec, values: Tensor, dtype: torch.dtype, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """(message, what it decodes to from element `begin` on), by the kernels."""
+    from zeor.memory import triton_codecs
+
+    message = torch.full((codec.nbytes(values.numel()),), 99, dtype=torch.uint8, device=values.device)
+    codes, scales = codec._apart(message)
+    base = NOISE.word(0) if codec.chance else None
+    largest, signs = codec._fused(values.device)
+    triton_codecs.encode(values, codes, scales.view(torch.int16), largest, signs, base)
+    found, first = torch.empty(values.numel() - begin, dtype=dtype, device=values.device), begin // BLOCK
+    triton_codecs.decode(found, codes[first:], scales[first:].view(torch.int16), largest, signs)
+    return message, found
+
+
+def plain(codec: Codec, values: Tensor, dtype: torch.dtype, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """The same by plain operations on the host."""
+    values = values.cpu()
+    message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
+    codec.encode_into(message, values, NOISE)
+    found = torch.empty(values.numel() - begin, dtype=dtype)
+    codec.decode_into(found, message, begin)
+    return message, found
+
+
+def assert_same(codec: Codec, values: Tensor, dtype: torch.dtype = torch.float32, begin: int = 0) -> None:
+    (message, found), (wanted, decoded) = (each(codec, values, dtype, begin) for each in (fused, plain))
+    assert torch.equal(message.cpu(), wanted), f"{int((message.cpu() != wanted).sum())} bytes of {len(wanted)} differ"
+    found = found.cpu()
+    assert torch.equal(found.isnan(), decoded.isnan())
+    width = torch.int32 if dtype == torch.float32 else torch.int16
+    known = ~decoded.isnan()
+    assert torch.equal(found.view(width)[known], decoded.view(width)[known])
+
+
+def randn(numel: int, device: torch.device, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp(2 * torch.randn(numel, generator=generator))
+    return (torch.randn(numel, generator=generator) * size).to(device)
+
+
+@EACH
+@pytest.mark.parametrize("numel", [1, 127, 128, 129, 16 * BLOCK, 37 * BLOCK + 5])
+def test_the_bits_of_plain_operations(device, codec, numel):
+    assert_same(codec, randn(numel, device))
+
+
+@EACH
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_both_ways(device, codec, dtype):
+    assert_same(codec, randn(5 * BLOCK + 9, device).to(dtype), dtype)
+
+
+@EACH
+def test_hard_numbers(device, codec):
+    """A block each: zeros, constants, denormals, the edges of what is a number, inf, NaN, halves between two codes."""
+    rows = torch.zeros(14, BLOCK)
+    rows[1], rows[2], rows[3] = 1.0, -3.5, -0.0
+    rows[4] = torch.arange(BLOCK) * 1e-45
+    rows[5, 0], rows[6, 0], rows[7, 0], rows[8, 0] = TINY, TINY * 0.999, HUGE, HUGE * 1.001
+    rows[9, 3], rows[10, 127], rows[11, 5] = float("inf"), float("-inf"), float("nan")
+    rows[12] = torch.arange(BLOCK) - 64.5
+    rows[12, 0] = 127.0
+    rows[13] = torch.where(torch.arange(BLOCK) % 2 == 0, 2.0**100, -(2.0**100))
+    assert_same(codec, rows.view(-1).to(device))
+
+
+@EACH
+def test_from_a_block_on(device, codec):
+    assert_same(codec, randn(9 * BLOCK + 3, device), begin=4 * BLOCK)
+
+
+@EACH
+def test_places_wrap_as_they_do_in_plain_operations(device, codec):
+    """Rounding by chance goes by place: a message that begins elsewhere is rounded otherwise."""
+    values = randn(3 * BLOCK, device)
+    first, _ = fused(codec, values, torch.float32)
+    again, _ = fused(codec, torch.cat([randn(BLOCK, device, 5), values]), torch.float32)
+    codes, moved = codec._apart(first)[0], codec._apart(again)[0][1:]
+    assert torch.equal(codes, moved) is not codec.chance
+
+
+@pytest.mark.skipif(INTERPRETED, reason="which of them a codec takes is decided on a GPU")
+@EACH
+def test_codecs_take_the_kernels_on_a_gpu_and_plain_operations_give_the_same_there(device, codec, monkeypatch):
+    values = randn(1000 * BLOCK + 50, device)
+    assert codec._kernels(values) is not None
+
+    def coded() -> tuple[Tensor, Tensor]:
+        message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=device)
+        codec.encode_into(message, values, NOISE)
+        found = torch.empty_like(values)
+        codec.decode_into(found, message)
+        return message, found
+
+    by_kernels = coded()
+    monkeypatch.setattr(codecs, "_triton_codecs", lambda device: None)
+    assert codec._kernels(values) is None
+    for one, other in zip(by_kernels, coded(), strict=True):
+        assert torch.equal(one, other)
