@@ -19,9 +19,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeor.memory.codecs import Codec
 from zeor.planner.machine import Along
 from zeor.spec.lane_spec import LaneSpec
+from zeor.spec.wires import Reduced
 
 
 class Cost(NamedTuple):
@@ -86,7 +86,7 @@ class Moves(NamedTuple):
 def moves_of(spec: LaneSpec, axes: Sequence[Along]) -> Moves:
     """`axes`: as many as its ranks stand on; or two for ranks on one axis over several hosts. See Note [Two axes]."""
 
-    def leg(number: int, nbytes: float, codec: Codec | None, itemsize: int) -> list[Cost]:
+    def leg(number: int, nbytes: float, codec: Reduced | None, itemsize: int) -> list[Cost]:
         """Along one axis, to or from so many bytes on each rank, before they are encoded."""
         if codec is not None:
             nbytes = spec.travels_nbytes(codec, round(nbytes / itemsize))

@@ -29,6 +29,7 @@ from zeor.planner.computed_again import shelf_nbytes
 from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
 from zeor.planner.trace import Trace
 from zeor.spec.keys import lane_key
+from zeor.spec.lane_spec import RESIDUAL
 
 _MIB = 1 << 20
 # cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.
@@ -247,6 +248,8 @@ def _hops_nbytes(lane: PlannedLane) -> list[int]:
         leaves = 0 if native or hop is hops[-1] else part
         receives = 0 if codec is not None else part if native else left
         codes = 2 * lane.travels_nbytes(codec, left)  # those that are sent, and those that come
+        if lane.wires.keeps[hop.axis]:  # all that is left out is flushed exactly, now and then, and reduces warm up
+            codes = max(codes, (2 * left + part) * RESIDUAL.itemsize)
         found.append((receives + leaves + sent) * lane.key.reduce_dtype.itemsize + codes)
         left = sent = part
     return found

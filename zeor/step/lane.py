@@ -138,7 +138,7 @@ class Lane:
         self._publish_legs = self.coded_legs("update", "compute") if self.frees else []
         self._told = self.mine.clone() if self.parted and spec.differs else None
         if self.grads is not None:
-            self.grads.follow(spec.wires)
+            self.grads.follow(spec)
 
     # ---- parameters
 
@@ -638,6 +638,7 @@ class Lane:
             "compute": self._compute_nbytes(),
             "master": self.master.nbytes() if self.master else 0,
             "grad": self.grads.nbytes() if self.grads else 0,
+            "residual": self.grads.residual_nbytes() if self.grads else 0,
         }
 
     def _compute_nbytes(self) -> int:
