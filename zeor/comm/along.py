@@ -141,7 +141,9 @@ class Reduces:
             assert into is not None
             self._moves = [lowrank.Reduce(axis, full, coded, factor, into, blocks).start(self._label)]
             self._found = self._moves[0].wait
-            return
+            read = [each for each in self._taken if each[1].data_ptr() == full.data_ptr()]
+            self._taken = [each for each in self._taken if each[1].data_ptr() != full.data_ptr()]
+            return self._give(read)
         if coded is not None:
             assert into is not None
             return self._begin_coded(axis, full.view(blocks, -1), coded, factor, into)

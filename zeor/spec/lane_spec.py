@@ -130,6 +130,11 @@ class LaneSpec:
         return found
 
     @property
+    def factors_nbytes(self) -> int:
+        """Of reduces of low rank while they are under way: both factors, and what comes of one."""
+        return sum(codec.message_nbytes for codec in self.wires.reduce if isinstance(codec, LowRank))
+
+    @property
     def spreads(self) -> bool:
         """A reduce leaves less of the sum than a rank keeps: it is gathered after it."""
         return bool(self.widening("fine", "grad"))

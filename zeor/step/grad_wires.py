@@ -68,6 +68,7 @@ class GradWires:
         for hop, spans in zip(hops, inputs(self._grid, self._axes.coords, self._layout.numel)):
             if spec.wires.keeps[hop.axis]:
                 self._kept[hop.axis] = self._keep(hop, spans, spec.wires.reduce[hop.axis])
+        self._factors = [axis for axis, kept in self._kept.items() if kept.pieces is not None]
 
     def _keep(self, hop: Hop, spans: list[Span], codec: object) -> _Kept:
         axis, device = self._axes.each[hop.axis], self._axes.device
@@ -80,8 +81,13 @@ class GradWires:
 
     @property
     def has_legs(self) -> bool:
-        """Reduces go on after backward: see comm/lowrank.py."""
-        return any(kept.pieces is not None for kept in self._kept.values())
+        """Reduces of this step go on after backward: see comm/lowrank.py."""
+        if not self._factors:
+            return False
+        return any(not self._warms_up(axis) for axis in self._factors)
+
+    def _warms_up(self, axis: int) -> bool:
+        return self._axes.everyone.standing.run_steps < self._wires.warmup[axis]
 
     @property
     def keeps(self) -> bool:
@@ -99,7 +105,7 @@ class GradWires:
 
     def _of_axis(self, axis: int) -> Coded | Factored | None:
         codec, kept = self._wires.reduce[axis], self._kept.get(axis)
-        if codec is None or self._axes.everyone.standing.run_steps < self._wires.warmup[axis]:
+        if codec is None or self._warms_up(axis):
             return None
         if isinstance(codec, LowRank):
             return None if kept is None else self._factored(codec, kept)
