@@ -14,7 +14,8 @@ A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `d
 PowerSGD hook of that rank, from the second step on), `fsdp2` or `hsdp` (torch's, cut over a host and repeated across
 hosts) followed by `bf16` or `whole` (no resharding after forward), `deepspeed2` where DeepSpeed is installed, or any
 zeorN followed by arguments of zeor.shard, such as `zeor2 precision=bf16`, `zeor3 hierarchy=2` or `zeor2 wire=int4`
-(`wire=int8/int4`: weights by int8, gradients by int4; `wire=int4/int4+stochastic+rotate`).
+(`wire=int8/int4`: weights by int8, gradients by int4; `wire=int4/int4+stochastic+rotate`; gradients may also go by
+`powersgd4`, `topk1%`, `randomk10%` or `sign`, alone or behind a slash: `zeor2 wire=int4/powersgd4`).
 
 All read the same windows of real text (benchmarks/text.py), step by step, and are evaluated on the same held-out ones
 when their time is over; losses after equal steps are those of one joint batch. Needs root and iproute2; the same file
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -60,7 +62,7 @@ def prepare(system: str, model: Any) -> Any:
     if name.startswith("zeor"):
         chosen: dict[str, Any] = {"stage": int(name[4:]), "precision": "fp32"}
         chosen |= {key: _value(text) for key, text in (setting.split("=", 1) for setting in settings)}
-        if "/" in str(chosen.get("wire")):
+        if isinstance(chosen.get("wire"), str):
             chosen["wire"] = _wire(chosen["wire"])
         optimizer = torch.optim.AdamW(model.parameters(), **arguments)
         return cpu_systems.Trained(*importlib.import_module("zeor").shard(model, optimizer, **chosen))
@@ -89,12 +91,31 @@ def _value(text: str) -> Any:
         return text
 
 
-def _wire(text: str) -> dict[str, Any]:
-    """Such as int8/int4+stochastic+rotate: weights / gradients, and how these are rounded."""
+def _wire(text: str) -> Any:
+    """Such as int8/int4+stochastic+rotate: weights / gradients, and how these are rounded; int8, which is both; or a
+    method for gradients."""
     formats, *more = text.split("+")
-    gather, reduce = formats.split("/")
-    found: dict[str, Any] = {"gather": gather, "reduce": reduce, "rotate": "rotate" in more}
-    return found | ({"rounding": "stochastic"} if "stochastic" in more else {})
+    gather, slash, reduce = formats.partition("/")
+    if not slash:
+        return _method(text)
+    found: dict[str, Any] = {"gather": gather, "reduce": _method(reduce)}
+    for name, value in {"rotate": True, "feedback": True, "rounding": "stochastic"}.items():
+        if (value if isinstance(value, str) else name) in more:
+            found[name] = value
+    return found
+
+
+def _method(text: str) -> Any:
+    """powersgd4, topk1%, randomk10%, or a name that zeor knows. Two steps are exact first, as with DDP's hook."""
+    import zeor
+
+    found = re.fullmatch(r"(powersgd|topk|randomk)([0-9.]+)%?", text)
+    if found is None:
+        return zeor.Sign(warmup=2) if text == "sign" else text
+    number = float(found[2])
+    if found[1] == "powersgd":
+        return zeor.PowerSGD(int(number), warmup=2)
+    return {"topk": zeor.TopK, "randomk": zeor.RandomK}[found[1]](number / 100, warmup=2)
 
 
 def _ddp_powersgd(rank: int, model: Any) -> Any:

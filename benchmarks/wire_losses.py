@@ -49,13 +49,14 @@ class Variant(NamedTuple):
     """A wire by name, and what zeor.shard is told. Stage 2, but where gathers are to be those of stage 3."""
 
     name: str
-    wire: dict[str, Any] | str | None = None
+    wire: zeor.Wire | dict[str, Any] | str | None = None
     stage: int = 2
     other_order: bool = False
 
 
 ROUNDED = {"rounding": "stochastic"}
 TURNED = {"rotate": True}
+WARM_UP = 50  # steps before gradients are left out
 VARIANTS = (
     Variant(EXACT),
     Variant("bf16", "bf16"),
@@ -71,6 +72,16 @@ VARIANTS = (
     Variant("int4 stochastic", {"gather": "int4", "reduce": "int4", **ROUNDED}),
     Variant("int4 hadamard", {"gather": "int4", "reduce": "int4", **TURNED}),
     Variant("int4 hadamard stochastic", {"gather": "int4", "reduce": "int4", **TURNED, **ROUNDED}),
+    Variant("int4 hadamard feedback", {"gather": "int4", "reduce": "int4", **TURNED, "feedback": True}),
+    Variant("topk 10%", zeor.Wire(reduce=zeor.TopK(0.1, warmup=WARM_UP))),
+    Variant("topk 1%", zeor.Wire(reduce=zeor.TopK(0.01, warmup=WARM_UP))),
+    Variant("randomk 10%", zeor.Wire(reduce=zeor.RandomK(0.1, warmup=WARM_UP))),
+    Variant("sign", zeor.Wire(reduce=zeor.Sign(warmup=WARM_UP))),
+    Variant("powersgd 1", zeor.Wire(reduce=zeor.PowerSGD(1, warmup=WARM_UP))),
+    Variant("powersgd 4", zeor.Wire(reduce=zeor.PowerSGD(4, warmup=WARM_UP))),
+    Variant("powersgd 16", zeor.Wire(reduce=zeor.PowerSGD(16, warmup=WARM_UP))),
+    Variant("int4 weights, powersgd 4", zeor.Wire("int4", zeor.PowerSGD(4, warmup=WARM_UP))),
+    Variant("int4 weights, topk 1%", zeor.Wire("int4", zeor.TopK(0.01, warmup=WARM_UP))),
     Variant("exact, other order", other_order=True),
 )
 
@@ -111,7 +122,7 @@ def train(name: str, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     traffic = zeor.traffic(model)
     return {
         "variant": name,
-        "wire": variant.wire,
+        "wire": str(variant.wire) if isinstance(variant.wire, zeor.Wire) else variant.wire,
         "stage": variant.stage,
         "seed": seed,
         "held_out_loss": round(evaluate(model, windows), 5),

@@ -41,13 +41,17 @@ zeor.Link(bandwidth, latency=1e-05, message=None)
 zeor.Machine(name, memory, products, products32, attention, hbm, elementwise, products8=0.0, pcie=49000000000.0, host_update=3800000000.0, disk=1400000000.0, launch=0.0001, fused=0.25, inside=Link(bandwidth=20000000000.0, latency=1e-05, message=None), across=Link(bandwidth=12500000000.0, latency=1.4e-05, message=2.7e-06), per_host=8, hides=True, native=True, cores=0, present=False)
 zeor.Offload(moments='host', master='host', grads='device', compute='device', update='device', folder=None, device_budget=None, host_budget=None, chunk=None, threads=None, pin=True, auto=False)
 zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None, fp8=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, compile=False, paths='auto', keep_whole=0, across=None, wire=None)
+zeor.PowerSGD(rank=4, warmup=10)
 zeor.Precision(compute=None, reduce=None, master=None, fp8=None)
 zeor.Preempted(path, step): Exception
+zeor.RandomK(fraction=0.1, warmup=0)
 zeor.RankError(rank, text): RuntimeError
 zeor.Saving(...)
 zeor.Saving.done
 zeor.Saving.wait(self)
-zeor.Wire(gather='exact', reduce='exact', across=None, rounding='nearest', rotate=False, auto=False)
+zeor.Sign(warmup=100)
+zeor.TopK(fraction=0.01, warmup=0)
+zeor.Wire(gather='exact', reduce='exact', across=None, rounding='nearest', rotate=False, auto=False, feedback=False)
 zeor.accumulate(model)
 zeor.choose(model, optimizer='AdamW', batch=None, *, world=None, gpu=None, host=None, link=None, precision='bf16', allow=(), **options)
 zeor.chunked_cross_entropy(hidden, head, targets, *, bias=None, chunk=None, ignore_index=-100, reduction='mean', label_smoothing=0.0)

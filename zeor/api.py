@@ -602,9 +602,9 @@ def traffic(model: nn.Module) -> dict[str, Any]:
 
 
 def report(model: nn.Module) -> dict[str, int]:
-    """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top. Of a stage
-    of a pipeline also the most of what a step keeps at full size: partial gradients that wait for their reduce, and
-    parameters that are held."""
+    """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top. With a wire
+    that keeps what it does not send also `residual`. Of a stage of a pipeline also the most of what a step keeps at
+    full size: partial gradients that wait for their reduce, and parameters that are held."""
     state = stage_of(model)[0]
     measured = state.engine.nbytes()
     moments = sum(stepper.state.moments_nbytes() for stepper in state.steppers)
@@ -614,6 +614,8 @@ def report(model: nn.Module) -> dict[str, int]:
         for lane in unit.lanes
     )
     roles = {role: measured.get(role, 0) for role in ("compute", "grad", "master")}
+    if measured.get("residual"):
+        roles["residual"] = measured["residual"]
     if state.averages:
         roles["ema"] = sum(average.nbytes() for average in state.averages)
     if state.pipeline is not None:

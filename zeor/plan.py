@@ -257,12 +257,81 @@ WIRES = ("exact", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
 @dataclass(frozen=True)
+class TopK:
+    """Of gradients only the largest travel, by magnitude, with their places: this fraction of each 65,536 elements of a
+    slice, 4 bytes for one. The rest waits in a residual. warmup: how many steps of the run travel exactly first."""
+
+    fraction: float = 0.01
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _part("TopK.fraction", self.fraction)
+        _count("TopK.warmup", self.warmup, 0)
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """Of gradients one of every so many neighbours travels, the same on all ranks and by chance, so that no places do:
+    2 bytes for one. The rest waits in a residual. warmup: how many steps of the run travel exactly first."""
+
+    fraction: float = 0.1
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _part("RandomK.fraction", self.fraction)
+        _count("RandomK.warmup", self.warmup, 0)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Of gradients the signs travel, one bit for each element, and the mean magnitude of each 256. The rest waits in a
+    residual. warmup: how many steps of the run travel exactly first."""
+
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        _count("Sign.warmup", self.warmup, 0)
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Of the gradient of each matrix two factors of this rank travel, found by one step of a power iteration that goes
+    on from the last one. The rest waits in a residual. Vectors, and matrices that factors would not make at least half
+    as long, travel exactly. warmup: how many steps of the run travel exactly first."""
+
+    rank: int = 4
+    warmup: int = 10
+
+    def __post_init__(self) -> None:
+        _count("PowerSGD.rank", self.rank, 1)
+        _count("PowerSGD.warmup", self.warmup, 0)
+
+
+Method = TopK | RandomK | Sign | PowerSGD
+METHODS: dict[str, type[Method]] = {"topk": TopK, "randomk": RandomK, "sign": Sign, "powersgd": PowerSGD}
+
+
+def _part(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 0.5:
+        raise ValueError(f"{name}={value!r}; give a number above 0 and up to 0.5.")
+
+
+def _count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}; give a whole number of at least {least}.")
+
+
+@dataclass(frozen=True)
 class Wire:
     """In which format tensors travel between ranks: "exact", "bf16", "fp8" (e4m3), "fp8_e5m2", "int8" or "int4".
 
     gather: of weights (stage 3 before each use, stages 1 and 2 after each step); at stage 0, where every rank updates
     all weights, of the summed gradients. reduce: of gradients that are to be summed; sums themselves are in fp32.
     across: the format, or a zeor.Wire, of what crosses the outer axis of a mesh of two; None: the same as inside.
+
+    reduce may be a method instead: zeor.TopK, zeor.RandomK, zeor.Sign or zeor.PowerSGD (or its name), which keeps what
+    was not sent in a residual and adds it to the next gradient. feedback=True does that for the formats too. A residual
+    takes 4 bytes for each element a rank sends: of all gradients, or where it is for `across` alone of a node's slice.
 
     Of gradients: rounding="stochastic" rounds up or down by chance, so that the mean is right; rotate=True multiplies
     blocks by a Hadamard matrix first, so that one large number costs the others less (formats with blocks only).
@@ -273,17 +342,18 @@ class Wire:
     """
 
     gather: str = "exact"
-    reduce: str = "exact"
-    across: Wire | str | None = None
+    reduce: str | Method = "exact"
+    across: Wire | Method | str | None = None
     rounding: str = "nearest"
     rotate: bool = False
     auto: bool = False
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce"):
             given = getattr(self, name)
             object.__setattr__(self, name, {"fp8": "fp8_e4m3", "fp32": "exact"}.get(str(given), given))
-            _one_of(f"Wire.{name}", getattr(self, name), WIRES)
+        self._settle_formats()
         _one_of("Wire.rounding", self.rounding, ("nearest", "stochastic"))
         for name in ("rotate", "auto"):
             if not isinstance(getattr(self, name), bool):
@@ -301,9 +371,42 @@ class Wire:
                 f"Wire.rotate=True is for formats in blocks, and gradients travel as {self.reduce!r}; use one of "
                 f"{list(_IN_BLOCKS)}, or leave it out."
             )
+        self._check_feedback()
+
+    def _settle_formats(self) -> None:
+        if isinstance(self.gather, Method) or (isinstance(self.gather, str) and self.gather in METHODS):
+            raise ValueError(
+                f"Wire.gather={self.gather!r} is a method for sums of gradients, which keeps what it does not send; "
+                f"for weights use one of {list(WIRES)}."
+            )
+        _one_of("Wire.gather", self.gather, WIRES)
+        if isinstance(self.reduce, str) and self.reduce in METHODS:
+            object.__setattr__(self, "reduce", METHODS[self.reduce]())
+        if not isinstance(self.reduce, Method):
+            _one_of("Wire.reduce", self.reduce, (*WIRES, *METHODS))
+
+    def _check_feedback(self) -> None:
+        if not isinstance(self.feedback, bool):
+            raise ValueError(f"Wire.feedback={self.feedback!r}; give True or False.")
+        if self.feedback and all(each.reduce == "exact" for each in self.axes):
+            raise ValueError(
+                "Wire.feedback=True keeps what gradients lose on their way, and they travel exactly; give reduce= a "
+                "format, or leave it out."
+            )
 
     def _of_gradients(self) -> dict[str, Any]:
-        return {"rounding": self.rounding, "rotate": self.rotate and self.across in (*_IN_BLOCKS, "fp8")}
+        known = isinstance(self.across, str) and self.across in (*_IN_BLOCKS, "fp8")
+        lossy = known or self.across == "bf16"
+        return {"rounding": self.rounding, "rotate": self.rotate and known, "feedback": self.feedback and lossy}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is not sent of gradients is kept for the next."""
+        return self.reduce != "exact" and (self.feedback or isinstance(self.reduce, Method))
+
+    @property
+    def warmup(self) -> int:
+        return self.reduce.warmup if isinstance(self.reduce, Method) else 0
 
     @property
     def axes(self) -> tuple[Wire, Wire]:
@@ -324,12 +427,16 @@ class Wire:
             return Wire(**value)
         if value == "auto":
             return Wire(auto=True)
+        if isinstance(value, Method):
+            return Wire(reduce=value)
         if isinstance(value, str) and value in (*WIRES, "fp8", "fp32"):
             return Wire(value, value)
-        known = [*WIRES, "auto"]
+        if isinstance(value, str) and value in METHODS:
+            return Wire(reduce=value)
+        known = [*WIRES, *METHODS, "auto"]
         raise ValueError(
-            f"wire={value!r} is not known{nearest(str(value), known)}; use a zeor.Wire or one of {known}, which is "
-            "then both ways."
+            f"wire={value!r} is not known{nearest(str(value), known)}; use a zeor.Wire, a zeor.TopK, "
+            f"RandomK, Sign or PowerSGD, or one of {known}; a format is then both ways."
         )
 
 

@@ -16,6 +16,7 @@ from zeor.access.sharded import state_of
 from zeor.planner.network import moves_of
 
 WIRES = (Wire("int8", "int4"), Wire("int4", "fp8"), Wire(reduce="int8"), Wire("bf16", "bf16"))
+KEEPING = (zeor.Wire(reduce=zeor.TopK(0.1)), zeor.Wire(reduce=zeor.PowerSGD(2, 0)), Wire("int8", zeor.Sign(0)))
 BLOCKS = {"keep_whole": 30, "units": [offloads.Block]}
 
 
@@ -52,6 +53,7 @@ def check(options: dict[str, Any], world: int, found: list[dict[str, Any]]) -> N
     for rank in found:
         report = rank["report"]
         assert (said.compute, said.master) == (report["compute"], report["master"])
+        assert said.residual == report.get("residual", 0)
         assert report["transient_peak"] <= said.transient, (options, report["transient_peak"], said.transient)
         assert rank["sent"]["reduce"] == rank["known"]["reduce"]
         if options["stage"] < 3:
@@ -65,6 +67,25 @@ def test_bytes_are_as_foreseen(ranks, world):
             continue
         options = {"wire": wire, "stage": stage, "precision": precision}
         check(options, world, ranks(measured, world, options))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bytes_of_what_is_kept_are_as_foreseen(ranks, world):
+    for wire, (stage, precision) in itertools.product(KEEPING, ((0, None), (1, "bf16"), (2, None), (3, "bf16"))):
+        options = {"wire": wire, "stage": stage, "precision": precision}
+        check(options, world, ranks(measured, world, options))
+
+
+def test_what_a_residual_takes():
+    """4 bytes for each element that is sent; a node's slice where it is for what crosses nodes."""
+    model, wire = nn.Linear(512, 512, bias=False), zeor.TopK(0.01)
+    said = zeor.predict(model, world=4, stage=2, native_reduce=False, wire=wire)
+    assert said.residual == 4 * 512 * 512 * 3 // 4
+    assert said.resident == said.compute + said.grad + said.master + said.moments + said.residual
+    across = {"world": {"node": 2, "gpu": 4}, "stage": {"node": 1, "gpu": 3}, "native_reduce": False}
+    assert zeor.predict(model, **across, wire=Wire(across=wire)).residual == 4 * 512 * 512 // 4 // 2
+    low = zeor.predict(model, world=4, stage=2, native_reduce=False, wire=zeor.PowerSGD(4))
+    assert low.residual == 4 * 512 * 512 + 4 * 4 * 512
 
 
 def test_codes_take_less_than_what_they_stand_for():

@@ -1,8 +1,8 @@
 """Another wire during a run: what `zeor.set_wire` does to each lane.
 
 Gradients may travel by any wire from the next backward on. Weights may where lanes have the memory for it: at stage 3,
-and at lower stages where the run began with a wire for weights (Note [Parted] in step/lane.py). Nothing changes before
-all ranks know that all of it can be done.
+and at lower stages where the run began with a wire for weights (Note [Parted] in step/lane.py). What gradients have
+left unsent is added to the next ones exactly. Nothing changes before all ranks know that all of it can be done.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def set_wire(engine: Engine, wire: Wire) -> None:
     lanes = [lane for unit in engine.units for lane in unit.lanes]
     plan, specs = everywhere(everyone, lambda: _checked(engine, lanes, wire), "check of another wire", RuntimeError)
     engine.drain()
+    engine.flush_residuals("before another wire")
     engine.plan = plan
     for lane, spec in zip(lanes, specs):
         lane.follow(spec)
@@ -37,7 +38,7 @@ def _checked(engine: Engine, lanes: Sequence[Lane], wire: Wire) -> tuple[Plan, l
     check_wire(plan, engine.axes.sizes)
     if engine.forward.walk is not None or engine.backward.running:
         raise RuntimeError("zeor.set_wire was called inside a forward or backward of the model; call it outside.")
-    specs = [replace(lane.spec, wires=lane_wires(lane.key, wire, lane.layout.slice_numel)) for lane in lanes]
+    specs = [replace(lane.spec, wires=lane_wires(lane.key, wire, lane.layout, lane.spec.grid)) for lane in lanes]
     if any(spec.parted and not lane.parted for lane, spec in zip(lanes, specs)):
         raise ValueError(
             f"zeor.set_wire: weights cannot begin to travel as {wire.gather!r} (across: {wire.axes[1].gather!r}), as "

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError
-from zeor.checkpoint.files.manifest import PARAM, Stored, role_of
+from zeor.checkpoint.files.manifest import PARAM, RESIDUAL, Stored, role_of
 from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
 from zeor.model.discover import named_owners
 from zeor.optim.parts.pieces import Piece
+from zeor.spec.lane_spec import RESIDUAL as KEPT_DTYPE
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
 
@@ -119,6 +120,20 @@ def add_parameters(contents: Contents, slots: Sequence[Slot], names: Mapping[int
                 read = _Once(segment.numel, functools.partial(exact_part, lane, segment))
                 boxes = slot.boxes(segment.start, segment.start + segment.numel)
                 contents.add_boxes((PARAM, names[id(slot.param)]), slot.whole_shape, dtype, boxes, read)
+
+
+def add_residuals(contents: Contents, slots: Sequence[Slot], names: Mapping[int, str]) -> None:
+    """What wires have left out of sums of gradients, in this rank's slice. It is read after it was flushed, which a
+    save does once all ranks are known to come to it: see Note [Residuals] in step/grad_wires.py."""
+    for slot in slots:
+        lane, grads = slot.lane, slot.lane.grads
+        if grads is None or not grads.keeps:
+            continue
+        for segment in lane.layout.segments_in(lane.fine):
+            if segment.param == slot.index:
+                read = _Once(segment.numel, functools.partial(grads.flushed, segment))
+                boxes = slot.boxes(segment.start, segment.start + segment.numel)
+                contents.add_boxes((RESIDUAL, names[id(slot.param)]), slot.whole_shape, KEPT_DTYPE, boxes, read)
 
 
 def exact_part(lane: Lane, segment: Segment) -> Tensor:

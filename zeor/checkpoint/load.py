@@ -25,7 +25,7 @@ from zeor.checkpoint.extras import Attached, check_rng, position_of, set_rng
 from zeor.checkpoint.files import plain
 from zeor.checkpoint.files.errors import CheckpointError, lost_peers
 from zeor.checkpoint.files.fetch import Files
-from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Stored, role_of
+from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RESIDUAL, RNG, Stored, role_of
 from zeor.checkpoint.files.names import listed
 from zeor.checkpoint.files.opening import Opened, open_checkpoint, with_newest
 from zeor.checkpoint.files.reading import Need
@@ -165,10 +165,26 @@ class Load:
                     take = functools.partial(self._put_parameter, slot, segment)
                     each = _need(stored, slot, segment.start, segment.numel, self.run.everyone.device)
                     self.staging.add(each, take)
+            if not self._weights_only and (RESIDUAL, found) in self._stored:
+                self._plan_residual(slot, self._stored[RESIDUAL, found])
         for name, param in self.run.plain_params.items():
             known.add(name)
             self._plan_whole(PARAM, name, param)
         self.unexpected += [n for role, n in self._stored if role == PARAM and n not in known]
+
+    def _plan_residual(self, slot: Slot, stored: Stored) -> None:
+        """What was left out of gradients is added to the next, by whatever wire that travels. The sum over ranks was to
+        be divided by how many there were, and will be by how many there are."""
+        self._check_fit(f"the residual of {slot.name}", stored, slot.whole_shape, slot.dtype)
+        before = self.manifest.state.get("averaged_over")
+        if type(before) is not int or before < 1:
+            raise CheckpointError(f"{self.path} does not say over how many ranks its residuals are to be averaged.")
+        lane, factor = slot.lane, self.run.averaged_over / before
+        for segment in lane.layout.segments_in(lane.fine) if lane.grads is not None else ():
+            if segment.param == slot.index:
+                take = functools.partial(self._put_residual, slot, segment, factor)
+                each = _need(stored, slot, segment.start, segment.numel, self.run.everyone.device)
+                self.staging.add(each, take)
 
     def _plan_buffers(self) -> None:
         buffers = parts.persistent_buffers(self.run.model)
@@ -370,6 +386,7 @@ class Load:
     def fill(self) -> None:
         """This rank's part of everything; no rank waits for another in here."""
         self.run.drain()
+        self.run.forget_residuals()
         for stepper in self.run.steppers:
             stepper.optimizer.state.clear()
         self.staging.fill(after_batch=self._put_pieces)
@@ -378,6 +395,10 @@ class Load:
     def _put_parameter(self, slot: Slot, segment: Segment, values: Tensor) -> None:
         slot.lane.store_part(segment.offset, values)
         self.run.unfilled.fill(slot)
+
+    def _put_residual(self, slot: Slot, segment: Segment, factor: float, values: Tensor) -> None:
+        if slot.lane.grads is not None:
+            slot.lane.grads.put_flushed(segment.offset, values if factor == 1 else values * factor)
 
     def _put_pieces(self) -> None:
         for number, pieces in self._pieces.items():

@@ -150,6 +150,7 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> par
     rank, found = run.everyone.rank, parts.Contents()
     written = parts.writers(run.slots, run.tensor_coords)
     parts.add_parameters(found, list(written.values()), run.names)
+    parts.add_residuals(found, list(written.values()), run.names)
     if rank == 0:
         for name, param in run.plain_params.items():
             found.add_whole((PARAM, name), param)
@@ -187,7 +188,7 @@ def _model(run: TrainingRun) -> dict[str, Any]:
         for slot in run.slots
     }
     software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.stage}
-    found = {"params": params, "aliases": run.aliases, "software": software}
+    found = {"params": params, "aliases": run.aliases, "software": software, "averaged_over": run.averaged_over}
     wire = run.chosen_wire()
     found |= {} if wire is None else {"wire": wire}
     return {**found, "divided": run.divided} if run.divided else found

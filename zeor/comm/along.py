@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeor.comm import verbs, wires
+from zeor.comm import lowrank, verbs, wires
 from zeor.comm.axes import Axes, Axis
 from zeor.layout import Cut, Grid, LaneLayout, Span
 from zeor.layout.grid import Hop
@@ -26,6 +26,7 @@ from zeor.memory.buffers import Ledger
 
 WHOLE: Cut = frozenset()
 ByAxis = tuple[wires.Coded | None, wires.Coded | None]
+HowReduced = tuple[wires.Coded | lowrank.Factored | None, wires.Coded | lowrank.Factored | None]
 EXACTLY: ByAxis = (None, None)
 
 
@@ -118,10 +119,10 @@ class Reduces:
         self._axes, self._ledger, self._into = axes, ledger, into
         self._left: list[Hop] = list(grid.hops())
         self._taken: list[tuple[str, Tensor]] = []  # in use by what is under way
-        self._moves: list[verbs.Move | wires.Reduce] = []
+        self._moves: list[verbs.Move | wires.Reduce | lowrank.Reduce] = []
         self._found: Callable[[], Tensor]
 
-    def start(self, full: Tensor, factor: float, label: str, coded: ByAxis = EXACTLY) -> None:
+    def start(self, full: Tensor, factor: float, label: str, coded: HowReduced = EXACTLY) -> None:
         """`coded`: by axis, how it travels."""
         self._factor, self._label, self._coded = factor, label, coded
         self._begin(full)
@@ -136,6 +137,13 @@ class Reduces:
         if into is None and not native:
             sums = self._take("partial sum", full.numel() // axis.size, full)
             into = lambda: sums
+        if isinstance(coded, lowrank.Factored):
+            assert into is not None
+            self._moves = [lowrank.Reduce(axis, full, coded, factor, into, blocks).start(self._label)]
+            self._found = self._moves[0].wait
+            read = [each for each in self._taken if each[1].data_ptr() == full.data_ptr()]
+            self._taken = [each for each in self._taken if each[1].data_ptr() != full.data_ptr()]
+            return self._give(read)
         if coded is not None:
             assert into is not None
             return self._begin_coded(axis, full.view(blocks, -1), coded, factor, into)
@@ -175,6 +183,22 @@ class Reduces:
     def on_last_hop(self) -> bool:
         return not self._left
 
+    @property
+    def has_read(self) -> bool:
+        """What it was given is read no longer, though it has but one hop."""
+        return any(isinstance(move, lowrank.Reduce) for move in self._moves)
+
+    def to_last_hop(self) -> None:
+        """Wait for all hops but the last, and begin that."""
+        while self._left:
+            self._next()
+
+    def next_leg(self) -> None:
+        """Where the last hop has several legs (lowrank.py): wait for the one under way, and begin the next."""
+        for move in self._moves:
+            if isinstance(move, lowrank.Reduce):
+                move.go_on()
+
     def advance(self, seconds: float) -> bool:
         """Begin the last hop, where those before it end within so many seconds. Whether it has begun."""
         while self._left:
@@ -196,8 +220,7 @@ class Reduces:
 
     def wait(self) -> Tensor:
         """The sum. In memory that `into` gave, in `full` itself where this rank is alone, or new."""
-        while self._left:
-            self._next()
+        self.to_last_hop()
         for move in self._moves:
             move.wait()
         found = self._found()
@@ -211,6 +234,19 @@ class Reduces:
     def _give(self, taken: Sequence[tuple[str, Tensor]]) -> None:
         for kind, each in taken:
             self._ledger.give(kind, each)
+
+
+def reduce_hop(axes: Axes, hop: Hop, flat: Tensor, ledger: Ledger, label: str) -> Tensor:
+    """One hop of a reduce at once, exactly, in memory of its own; `flat` is what the hop is given, in fp32 or wider."""
+    axis, rows = axes.each[hop.axis], flat.view(hop.blocks, -1)
+    found = torch.empty(hop.blocks, rows.shape[1] // axis.size, dtype=flat.dtype, device=flat.device)
+    received = ledger.take("receive", verbs.reduce_receives(axis, rows.shape[1]), flat.dtype, flat.device)
+    for row, into in zip(rows, found):
+        summed = verbs.reduce(axis, row, received, 1.0, label, into.detach).wait()
+        if summed.data_ptr() != into.data_ptr():
+            into.copy_(summed)
+    ledger.give("receive", received)
+    return found.view(-1)
 
 
 def all_of(axes: Axes, legs: Sequence[Leg], layout: LaneLayout, mine: Tensor, label: str) -> Tensor:

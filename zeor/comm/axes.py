@@ -56,6 +56,15 @@ class Standing:
         that resumes from it round alike."""
         self.seed, self.seeded_at, self.seedings = seed, self.steps, self.seedings + 1
 
+    @property
+    def run_steps(self) -> int:
+        """Of the whole run, as checkpoints count them."""
+        return self.seed + self.steps - self.seeded_at
+
+    def go_on(self, before: Standing) -> None:
+        """The same run, over other groups."""
+        self.steps, self.seed, self.seeded_at = before.steps, before.seed, before.seeded_at
+
 
 @dataclass
 class Axis:
@@ -189,7 +198,7 @@ class Axes:
                     "have to be cut anew; save a checkpoint and load it over the new ranks."
                 )
             other.observer = old.observer
-        new.everyone.steps = self.everyone.steps
+        new.everyone.standing.go_on(self.everyone.standing)
         if new.tensor is not None:
             self.stand_beside(new.tensor)
         self.inside, self.across, self.everyone, self.members = new.inside, new.across, new.everyone, new.members

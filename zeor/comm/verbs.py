@@ -42,6 +42,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
@@ -304,7 +305,7 @@ def reduce(
         parts.insert(axis.rank, own)
 
     def finish() -> Tensor:
-        return _sum_in_rank_order(parts, factor, torch.empty_like(own) if into is None else into())
+        return sum_in_rank_order(parts, factor, torch.empty_like(own) if into is None else into())
 
     return _start(axis, label, lambda: _exchange_parts(axis, full, received), finish, record)
 
@@ -351,7 +352,7 @@ def exchanged(axis: Axis, received: Tensor) -> list[Tensor | None]:
     return parts
 
 
-def _sum_in_rank_order(parts: Sequence[Tensor], factor: float, into: Tensor) -> Tensor:
+def sum_in_rank_order(parts: Sequence[Tensor], factor: float, into: Tensor) -> Tensor:
     """See Note [Sums in rank order]. On a host piece by piece, so that a piece stays in the cache until it is done.
     `into` may be one of the parts."""
     wide = torch.promote_types(into.dtype, torch.float32)
@@ -371,6 +372,15 @@ def _sum_in_rank_order(parts: Sequence[Tensor], factor: float, into: Tensor) -> 
     return into
 
 
+def gather_sums(axis: Axis, full: Tensor, label: str) -> Move:
+    """Each rank's part of `full` to all others, as a reduce's second half: on the reduce group, behind the exchanges
+    that were begun there before it on every rank."""
+    mine = full.view(axis.size, -1)[axis.rank]
+    record = axis.observer.sent("reduce", mine.nbytes * (axis.size - 1), label, axis.name)
+    issue = _gathering(replace(axis, gather=axis.reduce), Parts.of(axis, full), mine)
+    return _start(axis, label, issue, lambda: full, record)
+
+
 def sum_everywhere(axis: Axis, flat: Tensor, label: str) -> None:
     """The sum over ranks, in place, on every rank, at once. See Note [Sums in rank order]."""
     if axis.size == 1 or flat.numel() == 0:
@@ -385,7 +395,7 @@ def sum_everywhere(axis: Axis, flat: Tensor, label: str) -> None:
         rows = torch.empty(axis.size * piece.numel(), dtype=flat.dtype, device=flat.device)
         issue = functools.partial(_all_gather, _bytes(rows), _bytes(piece.clone()), group=axis.reduce, async_op=True)
         _start(axis, label, issue, lambda rows=rows: rows, record).wait()  # type: ignore[misc]
-        _sum_in_rank_order(list(rows.view(axis.size, -1)), 1.0, piece)
+        sum_in_rank_order(list(rows.view(axis.size, -1)), 1.0, piece)
 
 
 def all_to_all(

@@ -27,21 +27,23 @@ from torch import Tensor
 
 from zeor.comm import verbs
 from zeor.comm.axes import Axis
+from zeor.comm.feedback import Residual, forget_nonfinite
 from zeor.memory.buffers import Ledger
-from zeor.memory.codecs import DEVICE_CHUNK_NUMEL, HOST_CHUNK_NUMEL, Codec
+from zeor.memory.codecs import DEVICE_CHUNK_NUMEL, HOST_CHUNK_NUMEL, Encoding
 from zeor.memory.noise import Noise
 
 
 @dataclass(frozen=True)
 class Coded:
     """How a tensor travels. differs: see Note [Differences]. noise: of its first element, where it is rounded by
-    chance."""
+    chance. residual: of a reduce, what it has left out so far."""
 
-    codec: Codec
+    codec: Encoding
     slice_numel: int
     ledger: Ledger
     differs: bool = False
     noise: Noise | None = None
+    residual: Residual | None = None
 
     def nbytes(self, numel: int) -> int:
         return self.codec.nbytes(self.slice_numel) * (numel // self.slice_numel) if numel else 0
@@ -61,8 +63,21 @@ class Coded:
     def encode(self, message: Tensor, values: Tensor, first: int = 0) -> None:
         """`first`: how many elements lie before them, for the noise."""
         for elements, codes in self.slices(values.numel()):
-            noise = None if self.noise is None else self.noise.beyond(first + elements.start)
-            self.codec.encode_into(message[codes], values[elements], noise)
+            self.codec.encode_into(message[codes], values[elements], self.noise_at(first + elements.start))
+
+    def noise_at(self, element: int) -> Noise | None:
+        return None if self.noise is None else self.noise.beyond(element)
+
+    def encode_kept(self, message: Tensor, values: Tensor, residual: Tensor, first: int) -> None:
+        """The same of values and what was left out of those before: see feedback.py."""
+        residual.add_(values)
+        self.encode(message, residual, first)
+        for elements, codes in self.slices(values.numel()):
+            left, noise = residual[elements], self.noise_at(first + elements.start)
+            for begin, end in _chunks(left):
+                sent = torch.empty(end - begin, dtype=torch.float32, device=left.device)
+                self.codec.decode_into(sent, message[codes], begin, noise)
+                forget_nonfinite(left[begin:end].sub_(sent))
 
     def decode(self, values: Tensor, message: Tensor) -> None:
         for elements, codes in self.slices(values.numel()):
@@ -164,6 +179,7 @@ class Reduce:
         self._axis, self._coded, self._factor, self._into = axis, coded, factor, into
         self._parts = full.view(axis.size, -1)
         self._row, self._first = coded.nbytes(self._parts.shape[1]), first
+        self._left = None if coded.residual is None else coded.residual.block(first // full.numel())
         self._sent = coded.take(axis.size * self._row, full.device)
         self._received = coded.take(verbs.exchange_receives(axis, self._sent.numel()), full.device)
         self._sum: Tensor | None = None
@@ -176,8 +192,11 @@ class Reduce:
         self._nbytes = self._row * others, numel * self._parts.itemsize * others
         with axis.observer.coding("encode", label, axis.device, self._nbytes):
             for rank, (part, message) in enumerate(zip(self._parts, self._sent.view(axis.size, -1))):
-                if rank != axis.rank:
-                    self._coded.encode(message, part, self._first + rank * numel)
+                left, first = self._left[rank] if self._left else None, self._first + rank * numel
+                if left is not None:
+                    self._coded.encode_kept(message, part, left, first)
+                elif rank != axis.rank:
+                    self._coded.encode(message, part, first)
         axis.observer.traffic.shortened(axis.name, "reduce", self._nbytes[1] - self._nbytes[0])
         self._move = verbs.exchange(axis, self._sent, self._received, label)
         return self
@@ -201,8 +220,9 @@ class Reduce:
     def _sum_up(self, into: Tensor, messages: list[Tensor | None]) -> None:
         """In rank order, piece by piece; `into` may be this rank's own part."""
         own, wide = self._parts[self._axis.rank], torch.promote_types(into.dtype, torch.float32)
+        before = self._first + self._axis.rank * into.numel()
         for elements, codes in self._coded.slices(into.numel()):
-            out, mine = into[elements], own[elements]
+            out, mine, noise = into[elements], own[elements], self._coded.noise_at(before + elements.start)
             for begin, end in _chunks(out):
                 total, piece = (torch.empty(end - begin, dtype=wide, device=out.device) for _ in range(2))
                 for rank, message in enumerate(messages):
@@ -210,7 +230,7 @@ class Reduce:
                     if message is None:
                         here.copy_(mine[begin:end])
                     else:
-                        self._coded.codec.decode_into(here, message[codes], begin)
+                        self._coded.codec.decode_into(here, message[codes], begin, noise)
                     if rank:
                         total.add_(piece)
                 out[begin:end].copy_(total if self._factor == 1.0 else total.mul_(self._factor))

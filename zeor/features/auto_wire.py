@@ -224,6 +224,7 @@ def codecs_of(specs: Sequence[LaneSpec], wires: Sequence[Wire]) -> list[Codec]:
     found: dict[Codec, None] = {}
     for wire in wires:
         for spec in specs:
-            lane = lane_wires(spec.key, wire, spec.layout.slice_numel)
-            found |= dict.fromkeys(each for both in (lane.gather, lane.reduce, lane.spread) for each in both if each)
+            lane = lane_wires(spec.key, wire, spec.layout, spec.grid)
+            every = (each for both in (lane.gather, lane.reduce, lane.spread) for each in both)
+            found |= dict.fromkeys(each for each in every if isinstance(each, Codec))
     return list(found)

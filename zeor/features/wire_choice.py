@@ -116,7 +116,7 @@ class Load:
             for verb, leg in _legs(spec):
                 key = leg.axis, verb
                 nbytes[key] += leg.sent_nbytes
-                if leg.codec is not None:
+                if isinstance(leg.codec, Codec):  # a method's own work is not foreseen
                     encoded[key, leg.codec] += leg.encoded
                     decoded[key, leg.codec] += leg.decoded
         return Load(nbytes, encoded, decoded)
@@ -138,7 +138,7 @@ def foresee(
     slower = max(1.0, seen.waited / busy) if busy else 1.0
     found = []
     for wire in wires:
-        load = Load.of([replace(spec, wires=lane_wires(spec.key, wire, spec.layout.slice_numel)) for spec in specs])
+        load = Load.of([replace(spec, wires=lane_wires(spec.key, wire, spec.layout, spec.grid)) for spec in specs])
         times = {key: sent / before.nbytes[key] for key, sent in seen.sent.items() if before.nbytes[key]}
         sent = {key: count * load.nbytes[key] for key, count in times.items()}
         saved = busy - _busy({**seen.sent, **sent}, specs[0].sizes, links)

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,16 @@ _SCALE_NBYTES = 2
 # The temporaries are a few fp32 chunks; on a host they stay in the cache. Multiples of BLOCK.
 HOST_CHUNK_NUMEL = 1 << 16
 DEVICE_CHUNK_NUMEL = 1 << 22
+
+
+class Encoding(Protocol):
+    """How a flat tensor becomes a message of bytes; a Codec, or one that leaves most of it out (sparse.py)."""
+
+    def nbytes(self, numel: int) -> int: ...
+
+    def encode_into(self, message: Tensor, values: Tensor, noise: Noise | None = None) -> None: ...
+
+    def decode_into(self, values: Tensor, message: Tensor, begin: int = 0, noise: Noise | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,8 @@ class Codec:
         codes, scales = self._apart(message)
         if (kernels := self._kernels(values)) is not None:
             base = noise.word(0) if noise is not None and self.chance else None
-            return kernels.encode(values, codes, scales.view(torch.int16), *self._fused(values.device), base)
+            kernels.encode(values, codes, scales.view(torch.int16), *self._fused(values.device), base)
+            return
         for begin, end in _chunks(values):
             part = values[begin:end].float()
             if part.numel() % BLOCK:
@@ -149,15 +160,17 @@ class Codec:
             codes[begin:end].view(torch.int16).copy_(moved)
 
     @torch.no_grad()
-    def decode_into(self, values: Tensor, message: Tensor, begin: int = 0) -> None:
-        """What `message` stands for, from element `begin` on (of a block), into `values`, of any floating dtype."""
+    def decode_into(self, values: Tensor, message: Tensor, begin: int = 0, noise: Noise | None = None) -> None:
+        """What `message` stands for, from element `begin` on (of a block), into `values`, of any floating dtype. Which
+        noise was used to encode it makes no difference here."""
         if self.format == "bf16":
             values.copy_(message.view(torch.bfloat16)[begin : begin + values.numel()])
             return
         codes, scales = self._apart(message)
         if (kernels := self._kernels(values)) is not None:
             at = slice(begin // BLOCK, begin // BLOCK + -(-values.numel() // BLOCK))
-            return kernels.decode(values, codes[at], scales[at].view(torch.int16), *self._fused(values.device))
+            kernels.decode(values, codes[at], scales[at].view(torch.int16), *self._fused(values.device))
+            return
         for first, end in _chunks(values):
             part = values[first:end]
             whole = part.dtype == torch.float32 and part.numel() % BLOCK == 0

@@ -64,8 +64,9 @@ class Prediction:
     memory and libraries that training loads included (zeor/planner/peaks.py). Both are meant never to be under.
 
     `accumulated`: gradients summed over micro-batches in fp32, on top of the others. `held`: full parameters that a
-    stage of a pipeline keeps through a step. `kept`: of recompute="auto", how
-    many of a pass's calls keep their activations. `time`: seconds of a step, where gpu= and a batch were given.
+    stage of a pipeline keeps through a step. `residual`: at rest, what wires leave out of gradients. `kept`:
+    of recompute="auto", how many of a pass's calls keep their activations. `time`: seconds of a step, where gpu= and a
+    batch were given.
     """
 
     compute: int
@@ -85,11 +86,12 @@ class Prediction:
     accumulated: int = 0
     kept: int = 0
     held: int = 0
+    residual: int = 0
     time: StepTime | None = None
 
     @property
     def resident(self) -> int:
-        return self.compute + self.grad + self.master + self.moments
+        return self.compute + self.grad + self.master + self.moments + self.residual
 
     def as_dict(self) -> dict[str, int]:
         """The bytes, by name."""
@@ -325,6 +327,7 @@ def _prediction(model: Model) -> Prediction:
         roles["master"],
         roles["moments"],
         lagging=roles["lagging"],
+        residual=roles["residual"],
         padding=sum(lane.layout.padding_numel * lane.key.compute_dtype.itemsize for lane in model.flat),
         transient=transient_nbytes(model),
         device=tiers["device"],

@@ -2,7 +2,7 @@
 
 On the machine that is here codecs are measured, once per process (memory/coding_speed.py). Elsewhere: a CPU by what one
 core took for the formats here; a GPU by the bytes of one pass for formats with a fused kernel, and by several passes
-for the others. No GPU's codecs were measured yet.
+for the others. No GPU's codecs were measured yet. Methods that leave most unsent (top-k, low rank) are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def coding_seconds(legs: Sequence[Leg], machine: Machine, share: float) -> tuple
     """(encode, decode); `share`: of the machine's cores that this rank has."""
     encode = decode = 0.0
     for leg in legs:
-        if leg.codec is not None:
+        if isinstance(leg.codec, Codec):
             speed = _speed(leg.codec, machine, share)
             encode += leg.encoded / speed.encode
             decode += leg.decoded / speed.decode

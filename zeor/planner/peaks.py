@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from zeor.memory.lowrank import LowRank
 from zeor.memory.pages import PAGE_NBYTES
 from zeor.model.discover import UnitSpec
 from zeor.optim.streaming.streaming import IN_FLIGHT
@@ -29,6 +30,7 @@ from zeor.planner.computed_again import shelf_nbytes
 from zeor.planner.rests import Array, PlannedLane, Setting, Window, rounded_nbytes, window_of
 from zeor.planner.trace import Trace
 from zeor.spec.keys import lane_key
+from zeor.spec.lane_spec import RESIDUAL
 
 _MIB = 1 << 20
 # cuBLAS takes 32 MiB on Hopper for each thread that calls it, the loop's and autograd's; norms, factors and counters.
@@ -234,6 +236,7 @@ def _receive_nbytes(model: Model) -> int:
     found = most[0] if len(most) == 1 else most[1] + max(most)
     fine = [sum(lane.layout.slice_numel * lane.key.reduce_dtype.itemsize for lane in lanes) for lanes in model.lanes]
     found += sum(lane.codes_nbytes("fine", "grad") for lane in model.flat if lane.spreads and lane.key.trainable)
+    found += sum(lane.factors_nbytes for lane in model.flat)  # they wait for the end of backward
     return found + (max(fine) if spreads(model) and not model.setting.grad_buffer else 0)
 
 
@@ -246,7 +249,10 @@ def _hops_nbytes(lane: PlannedLane) -> list[int]:
         native = lane.setting.native and codec is None
         leaves = 0 if native or hop is hops[-1] else part
         receives = 0 if codec is not None else part if native else left
-        codes = 2 * lane.travels_nbytes(codec, left)  # those that are sent, and those that come
+        # Those that are sent, and those that come; factors are counted for all units.
+        codes = 0 if isinstance(codec, LowRank) else 2 * lane.travels_nbytes(codec, left)
+        if lane.wires.keeps[hop.axis]:  # all that is left out is flushed exactly, now and then, and reduces warm up
+            codes = max(codes, (2 * left + part) * RESIDUAL.itemsize)
         found.append((receives + leaves + sent) * lane.key.reduce_dtype.itemsize + codes)
         left = sent = part
     return found

@@ -129,6 +129,8 @@ class PlannedLane(LaneSpec):
             yield Array("master", tier, (self.held("update") * self.beside_itemsize,))
         if key.trainable:
             yield from self._grad()
+        if self.residual_nbytes:
+            yield Array("residual", "device", (self.residual_nbytes,))
         if self.updates:
             yield from self._moments(part)
 

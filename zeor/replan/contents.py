@@ -3,6 +3,7 @@
     param        the exact values of every parameter: each rank has what it updates
     state.N.K    entry K of the state of optimizer N, where it is as long as the parameter, or whole on an owner
     ema.N        an average of the weights
+    residual     what reduces have left out, which was flushed before (Note [Residuals] in step/grad_wires.py)
 
 Counters and other small values of an optimizer's state travel as JSON, as in a checkpoint. What the optimizer is to
 keep under the new plan is decided by the same checks as when a checkpoint is loaded. Which elements each rank has to
@@ -30,12 +31,14 @@ from zeor.optim.state import KeptOf
 from zeor.optim.stepper import Stepper
 from zeor.replan.moving import Moved, Wanted
 from zeor.replan.ranges import Range, Ranges, common, without
+from zeor.spec.lane_spec import RESIDUAL as KEPT_DTYPE
 from zeor.step.engine import Engine
+from zeor.step.grads import GradLane
 from zeor.step.lane import Lane
 from zeor.step.unit import Slot
 
 What = tuple[str, str]  # (role, the parameter's name)
-PARAM = "param"
+PARAM, RESIDUAL = "param", "residual"
 WHO = "zeor.replan"  # in what the checks of an optimizer's state say
 
 
@@ -59,6 +62,8 @@ class Had:
         for slot in engine.slots:
             if slot not in engine.unfilled.slots:
                 self._add_param(slot)
+            if slot.lane.grads is not None and slot.lane.grads.keeps:
+                self._add_residual(slot, slot.lane.grads)
         for number, stepper in enumerate(steppers):
             owned = stepper.owners.owned if stepper.owners.cut else {}
             for kept in stepper.state.by_param():
@@ -74,6 +79,13 @@ class Had:
                 own = [Range(segment.start, segment.start + segment.numel)]
                 read = functools.partial(_exact, lane, segment)
                 self.tensors[PARAM, slot.name] = Have(dtype, slot.shape, _fine(slot, own), own, read)
+
+    def _add_residual(self, slot: Slot, grads: GradLane) -> None:
+        for segment in slot.lane.layout.segments_in(slot.lane.fine):
+            if segment.param == slot.index:
+                own = [Range(segment.start, segment.start + segment.numel)]
+                read = functools.partial(_flushed, grads, segment)
+                self.tensors[RESIDUAL, slot.name] = Have(KEPT_DTYPE, slot.shape, own, own, read)
 
     def _add_state(self, number: int, kept: KeptOf, owned: bool) -> None:
         """`owned`: one rank of those that share the update keeps all of it."""
@@ -130,6 +142,10 @@ def _whole(slot: Slot, own: Ranges) -> Ranges:
     """All of it, if this rank is the first of those that keep the same."""
     cut = slot.lane.spec.table.cut("update")
     return own if all(axis in cut or place == 0 for axis, place in enumerate(slot.lane.axes.coords)) else []
+
+
+def _flushed(grads: GradLane, segment: Segment, begin: int, end: int) -> Tensor:
+    return grads.flushed(segment)[begin - segment.start : end - segment.start]
 
 
 def _exact(lane: Lane, segment: Segment, begin: int, end: int) -> Tensor:
@@ -225,6 +241,17 @@ class Wants:
                     take = functools.partial(slot.lane.store_part, segment.offset)
                     elements = Range(segment.start, segment.start + segment.numel)
                     self._add((PARAM, slot.name), Wanted(elements, engine.axes.device, take))
+
+    def residuals(self, engine: Engine) -> None:
+        for slot in engine.slots:
+            lane, grads = slot.lane, slot.lane.grads
+            if grads is None or (RESIDUAL, slot.name) not in self._known.tensors:
+                continue
+            for segment in lane.layout.segments_in(lane.fine):
+                if segment.param == slot.index:
+                    take = functools.partial(grads.put_flushed, segment.offset)
+                    elements = Range(segment.start, segment.start + segment.numel)
+                    self._add((RESIDUAL, slot.name), Wanted(elements, engine.axes.device, take))
 
     def state(self, number: int, stepper: Stepper) -> None:
         optimizer, segments = stepper.optimizer, stepper.segments

@@ -119,6 +119,7 @@ def _replan(model: nn.Module, state: Sharded, optimizers: list[Any], options: di
     same_everywhere(everyone, "plans", [*lines, *asked.describe()])
     old.feature(Freezing).settle()
     old.drain()
+    old.flush_residuals("before another plan")  # as good as before, if this fails
     if state.averages:
         gc.collect()  # those that nobody holds any more
     averages = sorted(average.number for average in state.averages)
@@ -167,6 +168,7 @@ def _move(switch: Switch, state: Sharded, had: Had, known: Everything) -> None:
 def _wanted(switch: Switch, state: Sharded, known: Everything) -> Wants:
     wants = Wants(known)
     wants.parameters(switch.engine)
+    wants.residuals(switch.engine)
     for number, stepper in enumerate(state.steppers):
         wants.state(number, stepper)
     for average in switch.averages:
@@ -279,5 +281,5 @@ def _axes(asked: Asked, plan: Plan, old: Engine) -> Axes:
     axes = make_axes(where.mesh, before.device, plan.deterministic, plan.timeout, where.hierarchy)
     for axis in (axes.everyone, *axes.each):
         axis.observer = before.observer
-    axes.everyone.steps = before.steps
+    axes.everyone.standing.go_on(before.standing)
     return axes

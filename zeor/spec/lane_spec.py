@@ -12,19 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Size, nn
 
 from zeor.layout import Grid, LaneLayout, Span, lay_out
-from zeor.memory.codecs import Codec
+from zeor.memory.lowrank import LowRank
 from zeor.memory.placed import held_shape
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.spec.keys import LaneKey, lane_key, small_numel
 from zeor.spec.places import Places
-from zeor.spec.wires import EXACT, LaneWires, differs, lane_wires
+from zeor.spec.wires import EXACT, LaneWires, Reduced, differs, lane_wires
 from zeor.tiers.master import master_itemsize
 from zeor.tiers.rest import LaneRest
+
+RESIDUAL = torch.float32  # what of gradients waits to be sent
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,12 @@ class LaneSpec:
             found += self.travels_nbytes(codecs[axis], self.layout.numel // math.prod(self.sizes[each] for each in cut))
         return found
 
-    def travels_nbytes(self, codec: Codec | None, numel: int) -> int:
+    def travels_nbytes(self, codec: Reduced | None, numel: int) -> int:
         """Of so many elements, in whole fine slices, as codes; 0: they travel as they are."""
         if codec is None or not numel:
             return 0
+        if isinstance(codec, LowRank):
+            return codec.message_nbytes
         return numel // self.layout.slice_numel * codec.nbytes(self.layout.slice_numel)
 
     @property
@@ -111,6 +116,24 @@ class LaneSpec:
         if not self.parted:
             return 0
         return self.held("update") * self.key.compute_dtype.itemsize * (2 if self.differs else 1)
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Of what reduces leave out: see comm/feedback.py. And the last factors of low rank."""
+        left, found = self.layout.numel, 0
+        for hop in self.grid.hops():
+            codec, part = self.wires.reduce[hop.axis], left // self.sizes[hop.axis]
+            if isinstance(codec, LowRank):
+                found += (left + codec.keeps) * RESIDUAL.itemsize
+            elif self.wires.keeps[hop.axis]:
+                found += (left - part) * RESIDUAL.itemsize
+            left = part
+        return found
+
+    @property
+    def factors_nbytes(self) -> int:
+        """Of reduces of low rank while they are under way: both factors, and what comes of one."""
+        return sum(codec.message_nbytes for codec in self.wires.reduce if isinstance(codec, LowRank))
 
     @property
     def spreads(self) -> bool:
@@ -143,9 +166,9 @@ class LaneSpec:
 def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, rest: LaneRest | None = None) -> LaneSpec:
     """`rest`: where it rests; None: on the device."""
     tier = "device" if rest is None else rest.tiers.compute
-    layout = lay_out(shapes, math.prod(sizes))
-    wires = lane_wires(key, plan.wire, layout.slice_numel)
-    return LaneSpec(key, layout, table_of(plan.stages, key.stays_whole), sizes, tier, wires)
+    layout, table = lay_out(shapes, math.prod(sizes)), table_of(plan.stages, key.stays_whole)
+    wires = lane_wires(key, plan.wire, layout, Grid.of(sizes, table.cut("update")))
+    return LaneSpec(key, layout, table, sizes, tier, wires)
 
 
 def spec_units(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from zeor.memory.codecs import Codec
 from zeor.spec.lane_spec import LaneSpec
+from zeor.spec.wires import Reduced
 
 
 class Leg(NamedTuple):
@@ -21,7 +21,7 @@ class Leg(NamedTuple):
     size: int
     numel: int
     nbytes: int
-    codec: Codec | None
+    codec: Reduced | None
     sums: bool = False  # a reduce
 
     @property
@@ -87,5 +87,5 @@ def _reduces(spec: LaneSpec) -> list[Leg]:
     return found
 
 
-def _nbytes(spec: LaneSpec, numel: int, codec: Codec | None, itemsize: int) -> int:
+def _nbytes(spec: LaneSpec, numel: int, codec: Reduced | None, itemsize: int) -> int:
     return numel * itemsize if codec is None else spec.travels_nbytes(codec, numel)

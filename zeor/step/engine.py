@@ -341,6 +341,14 @@ class Engine:
                     lane.publish_anew(f"{lane.place.publish} {when}")
                     lane.changed()
 
+    def flush_residuals(self, when: str) -> None:
+        """What reduces have left out becomes one slice per rank, added to the next sum. For every rank: see
+        Note [Residuals] in grad_wires.py."""
+        for unit in self.units:
+            for lane in unit.lanes:
+                if lane.grads is not None and lane.grads.keeps:
+                    lane.grads.flush(f"{lane.place.reduce}, of what was left out of earlier ones, {when}")
+
     def drain(self) -> None:
         """Wait for everything under way."""
         for unit in self.units:

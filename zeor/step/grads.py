@@ -34,7 +34,7 @@ from zeor.comm.axes import Axes
 from zeor.comm.observe import Place
 from zeor.layout import Segment
 from zeor.memory.buffers import Ledger, lasting
-from zeor.spec.lane_spec import LaneSpec
+from zeor.spec.lane_spec import RESIDUAL, LaneSpec
 from zeor.step.grad_wires import GradWires
 from zeor.step.resting import WHOLE, RestingGrads
 from zeor.tiers.master import Pending
@@ -201,6 +201,9 @@ class Reduction:
         self.move: along.Reduces | None = None
         self.spread: along.Gathering | None = None
         self.kept: Tensor | None = None  # the sum of earlier backwards, while the buffer it lay in is refilled
+        self.flushed: Tensor | None = None  # to be added to the next sum, before its factor: Note [Residuals]
+        self._factor = 1.0
+        self._adopted = False  # it was added to the gradient of some parameter
 
     def keep(self, part: Tensor) -> None:
         self.kept = part
@@ -208,11 +211,16 @@ class Reduction:
     def start(self, buffer: Tensor, factor: float, place: Place) -> None:
         ledger, own = self._ledger, buffer[self._fine.begin : self._fine.end]
         into = (lambda: own) if self._in_place else lambda: ledger.reuse(own.numel(), own.dtype, own.device)
-        self.move = along.Reduces(self._axes, self._grid, ledger, into)
+        self.move, self._factor = along.Reduces(self._axes, self._grid, ledger, into), factor
         self.move.start(buffer, factor, place.reduce, self.wires.of_reduce(place))
 
     def arrives_within(self, seconds: float) -> bool:
         return self.move is None or self.move.arrives_within(seconds)
+
+    @property
+    def has_read(self) -> bool:
+        """The buffer is read no longer."""
+        return self.move is not None and self.move.has_read
 
     def advances_within(self, seconds: float) -> bool:
         """Whether the buffer is read no longer: only sums of it travel, if anything does."""
@@ -223,12 +231,58 @@ class Reduction:
         assert self.move is not None
         new = self.move.wait()
         self.move = None
+        if self.flushed is not None:
+            new.add_(self.flushed, alpha=self._factor)
+            self.flushed = None
         before, self.kept = earlier if self.kept is None else self.kept, None
         if before is None:
             return new
         if self._in_place and new.dtype == wide(before.dtype):
             return new.add_(before)  # in the kept buffer, where the user may look at it
         return before.to(wide(before.dtype)).add_(new)
+
+    # ---- what was left out: see Note [Residuals] in grad_wires.py
+
+    def flush(self, label: str) -> None:
+        """To what is added to the next sum. A collective."""
+        left = self.wires.flush(label)
+        if left is not None:
+            self.flushed = left if self.flushed is None else self.flushed.add_(left)
+
+    def put_flushed(self, begin: int, values: Tensor) -> None:
+        """Of this rank's fine slice."""
+        if self.flushed is None:
+            self.flushed = torch.zeros(self._fine.numel, dtype=RESIDUAL, device=self._axes.device)
+        self.flushed[begin : begin + values.numel()].copy_(values)
+
+    def take_flushed(self, begin: int, like: Tensor) -> Tensor:
+        """Added to a new gradient of a parameter, where nothing is reduced and the fine slice is the lane."""
+        if self.flushed is None:
+            return like
+        self._adopted = True
+        part = self.flushed[begin : begin + like.numel()]
+        found = like + part.view(like.shape).to(like.dtype)
+        part.zero_()
+        return found
+
+    def end_flushed(self) -> None:
+        """Another backward begins: what was taken from is used up."""
+        if self._adopted:
+            self.flushed, self._adopted = None, False
+
+    def forget(self, param: int, segments: Sequence[Segment]) -> None:
+        """It trains no more."""
+        self.wires.forget(param)
+        if self.flushed is None:
+            return
+        for segment in segments:
+            if segment.param == param:
+                self.flushed[segment.offset : segment.offset + segment.numel].zero_()
+
+    def begin_anew(self) -> None:
+        """Nothing of the past is left."""
+        self.wires.clear()
+        self.flushed = None
 
     def spread_out(self, legs: Sequence[along.Leg], total: Tensor, own: Tensor, label: str, begin: int) -> None:
         """Not waited for here: another rank may come to it only once this one's backward is over. `begin`: which
@@ -557,9 +611,11 @@ class GradLane:
         self.mark_held, self.read_by = total.mark_held, total.read_by
         self.scale, self.unscale, self.common_scale = total.scale, total.unscale, total.common_scale
         self.add_direct, self.fold_direct, self.unfold_direct = total.add_direct, total.fold_direct, total.unfold_direct
-        self.expect, self.agree, self.rescale_unreduced = arrival.expect, arrival.agree, arrival.rescale
+        self.expect, self.rescale_unreduced = arrival.expect, arrival.rescale
         self.settle, self.reduced_within = self._reduction.settle, self._reduction.arrives_within
-        self.follow = self._reduction.wires.follow
+        self.flush, self.put_flushed = self._reduction.flush, self._reduction.put_flushed
+        self.begin_anew = self._reduction.begin_anew
+        self._fine = spec.layout.segments_in(spec.span("fine", axes.coords))
         self.several_hops = len(list(spec.grid.hops())) > 1
 
     @property
@@ -595,12 +651,40 @@ class GradLane:
     def folds(self) -> int:
         return self._sum.folds
 
+    def follow(self, spec: LaneSpec) -> None:
+        """Gradients travel by other wires from the next reduce on."""
+        self._reduction.wires.follow(spec)
+
+    @property
+    def has_legs(self) -> bool:
+        """Reduces go on after backward: see comm/lowrank.py."""
+        return self._reduction.wires.has_legs
+
+    @property
+    def keeps(self) -> bool:
+        """Something of earlier gradients is left, or may be: see Note [Residuals] in grad_wires.py."""
+        return self._reduction.wires.keeps or self._reduction.flushed is not None
+
+    def flushed(self, segment: Segment) -> Tensor:
+        """What a flush has left for the next sum, of a segment of this rank's fine slice."""
+        left = self._reduction.flushed
+        if left is None:
+            return torch.zeros(segment.numel, dtype=RESIDUAL, device=self._axes.device)
+        return left[segment.offset : segment.offset + segment.numel]
+
+    def agree(self, param: int, trains: bool) -> None:
+        """Whether it trains, as all ranks agree."""
+        if self.trains[param] and not trains:
+            self._reduction.forget(param, self._fine)
+        self._arrival.agree(param, trains)
+
     # ---- arrival
 
     def begin(self, plain: list[bool] | None) -> None:
         """A backward starts, and what the user still has is added to. `plain[i]`: whether that is so of parameter i,
         where parameters are plain and do not tell."""
         self._arrival.begin()
+        self._reduction.end_flushed()
         kept = self.has if plain is None else plain
         self._sum.settle_reader(wait=self._stays or any(kept))  # what is kept will be added to
         for param, keep in enumerate(list(kept)):
@@ -619,7 +703,7 @@ class GradLane:
         if arrival.partial is not None:
             arrival.take(param, grad)
         elif self.adopts:
-            self._sum.adopt(param, grad)
+            self._sum.adopt(param, reduction.take_flushed(self._layout.offsets[param], grad))
         elif reduction.move is not None or reduction.spread is not None or arrival.aside:
             # The buffer is being sent. Waiting for that here could be waiting for a rank that waits for this one.
             arrival.put_aside(param, grad)
@@ -651,6 +735,7 @@ class GradLane:
         self.finish_reduce(place.spread)
         if self.adopts:
             for param, grad in self._arrival.take_partial():
+                grad = self._reduction.take_flushed(self._layout.offsets[param], grad)
                 self._sum.adopt(param, grad if factor == 1.0 else grad.mul_(factor))
         else:
             self._make_room()
@@ -658,6 +743,13 @@ class GradLane:
             for dim in self._sums:  # see Note [Partial gradients] in memory/placed.py
                 verbs.sum_everywhere(dim, buffer, place.reduce)
             self._reduction.start(buffer, factor, place)
+            if not self._stays and self._reduction.has_read:
+                self._arrival.give_buffer()
+
+    def next_leg(self, last_hop: bool = False) -> None:
+        """Of what goes on after backward; with `last_hop` it is only brought as far as that."""
+        if self._reduction.move is not None:
+            self._reduction.move.to_last_hop() if last_hop else self._reduction.move.next_leg()
 
     def finish_reduce(self, label: str) -> None:
         """Wait for the new part and add it to the running sum; where the sum rests FULL, gather it, by this label."""
@@ -746,6 +838,11 @@ class GradLane:
         self._reduction.abandon()
         self._arrival.abandon()
         self._sum.abandon()
+
+    def residual_nbytes(self) -> int:
+        """Of what was left out of sums, waiting for the next."""
+        flushed = self._reduction.flushed
+        return self._reduction.wires.nbytes() + (0 if flushed is None else flushed.nbytes)
 
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""

@@ -125,7 +125,7 @@ class Lane:
         )
         legs = along.coded(self.legs(role, to), (inside, across))
         for number, leg in enumerate(legs):
-            if leg.coded is not None and number == 0 and role == "update" and differs(leg.coded.codec):
+            if number == 0 and role == "update" and leg.coded is not None and differs(leg.coded.codec):
                 legs[0] = leg._replace(coded=replace(leg.coded, differs=True))
         return legs
 
@@ -138,7 +138,7 @@ class Lane:
         self._publish_legs = self.coded_legs("update", "compute") if self.frees else []
         self._told = self.mine.clone() if self.parted and spec.differs else None
         if self.grads is not None:
-            self.grads.follow(spec.wires)
+            self.grads.follow(spec)
 
     # ---- parameters
 
@@ -638,6 +638,7 @@ class Lane:
             "compute": self._compute_nbytes(),
             "master": self.master.nbytes() if self.master else 0,
             "grad": self.grads.nbytes() if self.grads else 0,
+            "residual": self.grads.residual_nbytes() if self.grads else 0,
         }
 
     def _compute_nbytes(self) -> int:

@@ -18,6 +18,13 @@ Note [Two hops]
 Where ranks stand on two axes a reduce goes inside first, then across. When the next unit is ready the one before it has
 been summed inside, as a rule, and begins to travel across, while the unit before that one is finished. So the slow link
 has as long as a unit's backward takes, and one more sum of a part of a unit is alive.
+
+Note [Legs]
+~~~~~~~~~~~
+Reduces of low rank have several legs on one group (comm/lowrank.py), which every rank must begin in one order. How far
+a rank comes before it looks at an earlier unit again is its own affair, so no unit is finished before all are issued,
+by every rank; then legs follow unit by unit, one kind after the other. What waits meanwhile are factors; the gradients
+themselves are in the residual by then, and their buffers are given back.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from zeor.comm.axes import Axes
+from zeor.comm.lowrank import LEGS
 from zeor.step.extension import COMPARED, NEWS, NOW, Extension, overriding
 from zeor.step.grads import State
 from zeor.step.settling import OWN, Told
@@ -63,6 +71,8 @@ class Reducer:
         sum over ranks."""
         self._factor = factor
         self._waits = False
+        lanes = [lane.grads for unit in self._units for lane in unit.lanes if lane.grads is not None]
+        self._holds = any(grads.has_legs for grads in lanes)  # see Note [Legs]
         self._patience_left = 0.0 if diverged else self._patience
         self._order = [unit for unit in order if self._trains(self._units[unit])]
         self._next = 0
@@ -90,7 +100,7 @@ class Reducer:
         by units that were passed. Waits a moment for earlier ones, so that they do not pile up."""
         self._ready.add(unit)
         while self._next < len(self._order) and self._order[self._next] in self._ready:
-            for earlier in self._under_way:
+            for earlier in () if self._holds else self._under_way:
                 for lane in earlier.lanes:
                     if lane.grads is not None:
                         lane.grads.reduced_within(SHORT_PATIENCE_SECONDS)
@@ -118,8 +128,21 @@ class Reducer:
         for unit in self._under_way if but else ():
             if not self._advances(unit):
                 return
+        if self._holds:
+            return
         while len(self._under_way) > but and (self._waits or self._in_time(self._under_way[0])):
             self._finish(self._under_way[0])
+
+    def _finish_legs(self) -> None:
+        """Every rank has issued what it will: see Note [Legs]."""
+        self._holds = False
+        moves = [lane.grads for unit in self._under_way for lane in unit.lanes if lane.grads is not None]
+        for grads in moves:
+            grads.next_leg(last_hop=True)
+        for _ in range(LEGS):
+            for grads in moves:
+                grads.next_leg()
+        self._finish_earlier()
 
     def _advances(self, unit: Unit) -> bool:
         lanes = [lane.grads for lane in unit.lanes if lane.grads is not None]
@@ -174,6 +197,8 @@ class Reducer:
     def _reduce_rest(self, reached: int, late: Sequence[int], fresh: Sequence[int]) -> None:
         for position in range(self._next, reached):
             self._issue(self._units[self._order[position]])
+        if self._holds:
+            self._finish_legs()
         passed = set(self._order[:reached])
         if any(late):
             self._refuse_late(late)

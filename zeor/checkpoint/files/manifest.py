@@ -24,6 +24,7 @@ from zeor.layout.boxes import Box, tile
 
 FORMAT, VERSION = "zeor checkpoint", 1
 NAME = "manifest.json"
+RESIDUAL = "residual"  # of gradients that were not sent yet: see contents.add_residuals
 PARAM, BUFFER, RNG, EXTRA = "param", "buffer", "rng", "extra"  # roles of tensors; for an optimizer's see `role_of`
 BLOCK_NBYTES = 4 << 20
 MOST_MANIFEST_NBYTES = 1 << 28
@@ -70,7 +71,7 @@ class StoredPiece:
 class Stored:
     """One tensor of the checkpoint: what it is, and where its pieces lie."""
 
-    role: str  # param, buffer, optimizer.N.KEY, ema.N, rng, extra
+    role: str  # param, buffer, optimizer.N.KEY, ema.N, residual, rng, extra
     name: str
     shape: tuple[int, ...]
     dtype: str

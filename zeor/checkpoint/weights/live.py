@@ -42,6 +42,18 @@ class LiveModel:
         ranks = self.engine.axes.tensor
         return [] if ranks is None else [self.shards.size, *(axis.size for axis in ranks.dims)]
 
+    @property
+    def averaged_over(self) -> int:
+        """By what a sum of gradients over ranks is divided."""
+        return self.shards.size if self.engine.plan.reduction == "mean" else 1
+
+    def forget_residuals(self) -> None:
+        """Nothing is left of gradients of before."""
+        for unit in self.units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.begin_anew()
+
     def drain(self) -> None:
         """Wait for the updates and gathers that are under way."""
         self.engine.drain()
@@ -50,6 +62,7 @@ class LiveModel:
         """A checkpoint of this step is written: from here on this run and one that resumes from it do the same. So
         nothing may be left that it does not hold; every rank calls it."""
         self.engine.publish_anew("at a save")
+        self.engine.flush_residuals("at a save")
         self.everyone.standing.seed_noise(step)
 
     def chosen_wire(self) -> dict[str, Any] | None:

@@ -1,0 +1,391 @@
+"""Wires that keep what they do not send: bits between stages, checkpoints, other plans and wires, and failures.
+
+Along one axis reduces are the same at all stages, so all give the same bits. A run that resumes has the bits of the one
+that went on, because a save flushes what is left into the next gradient, in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeor
+from tests import offloads
+from tests.offloads import CHUNK
+from tests.parity.test_wires import made, same_bits
+from zeor import Offload, PowerSGD, RandomK, Sign, TopK, Wire
+from zeor.access.sharded import state_of
+
+TOPK, RANDOMK, SIGN, LOW = TopK(0.05), RandomK(0.2), Sign(0), PowerSGD(2, 0)
+INT4 = Wire(reduce="int4", feedback=True, rounding="stochastic", rotate=True)
+METHODS = [TOPK, RANDOMK, SIGN, LOW, INT4]
+LATE = PowerSGD(2, warmup=2)
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stages_give_the_same_bits(ranks, world):
+    for wire in METHODS if world == 2 else [TOPK, LOW]:
+        ranks(same_bits, world, STAGES, wire=wire)
+
+
+def test_stages_give_the_same_bits_with_weights_that_travel_as_codes(ranks):
+    for wire in (Wire("int8", LOW), Wire("int8", TOPK)):
+        ranks(same_bits, 2, (1, 2, 3), wire=wire, precision="bf16")
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "accumulation": {"loop": "accumulate"},
+    "no_sync": {"loop": "no_sync", "precision": "bf16"},
+    "several backwards": {"loop": "backwards"},
+    "no overlap": {"overlap": False, "prefetch": 0},
+    "recompute": {"recompute": True, "precision": "bf16"},
+    "host": {"offload": Offload(chunk=CHUNK), "precision": "bf16"},
+    "release": {"release": True, "loop": "plain"},
+    "warm-up": {"steps": 4},
+    "skip": {"nonfinite": "skip"},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_do_not_change_a_bit_between_stages(ranks, name):
+    ranks(same_bits, 2, (1, 2, 3), wire=LATE if name == "warm-up" else LOW, **FEATURES[name])
+    if name in ("accumulation", "several backwards", "release"):
+        ranks(same_bits, 2, (1, 2, 3), wire=TOPK, **FEATURES[name])
+
+
+PAIRS = ((1, 1), (2, 1), (3, 1), (3, 3))
+
+
+@pytest.mark.parametrize("wire", [Wire(across=TOPK), Wire(across=LOW), Wire(reduce=LOW, across="int8")], ids=str)
+def test_two_axes(ranks, wire):
+    ranks(same_bits, 4, PAIRS, wire=wire)
+
+
+def test_updates_cut_across_alone(ranks):
+    """The first hop has several blocks then."""
+    ranks(same_bits, 4, ((0, 1), (0, 2)), wire=LOW)
+    ranks(same_bits, 4, ((0, 1), (0, 2)), wire=TOPK)
+
+
+# ---- they train
+
+
+def trains(wire: Any) -> float:
+    """The last losses, of a problem with an answer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    zeor.shard(model, optimizer, stage=2, wire=wire, keep_whole=30)
+    truth = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for step in range(300):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = (model(x) - torch.tanh(x @ truth / 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return sum(losses[-30:]) / 30 / losses[0]
+
+
+def test_each_method_trains(ranks):
+    exact = ranks(trains, 2, None)[0]
+    assert exact < 0.05
+    for wire in (TopK(0.05), RandomK(0.2), Sign(20), PowerSGD(2, 20)):
+        assert ranks(trains, 2, wire)[0] < 3 * exact, wire
+
+
+# ---- what is left is the gradient
+
+
+def sums_kept(stage: int, wire: Any) -> None:
+    """What the steps have used and what is left are the gradients of all steps: nothing is lost for good."""
+    model, optimizers = made(lambda net: torch.optim.SGD(net.parameters(), lr=1.0), stage=stage, wire=wire)
+    exact = offloads.net()
+    for step in range(4):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        x = torch.randn(8, offloads.WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        for each in range(world):  # gradients that do not depend on the weights
+            other = torch.randn(8, offloads.WIDTH, generator=torch.Generator().manual_seed(100 * step + each))
+            (linear_loss(exact, other) / world).backward()
+        linear_loss(model, x).backward()
+        optimizers[0].step()
+        model.zero_grad()
+    engine = state_of(model).engine
+    engine.flush_residuals("in a test")
+    start = offloads.net()
+    with zeor.full_params(model):
+        after = {name: param.detach().clone() for name, param in model.named_parameters()}
+    left = {slot.name: flushed(slot) for slot in engine.slots}
+    assert any(bool(each.any()) for each in left.values())
+    for (name, param), (_, other) in zip(start.named_parameters(), exact.named_parameters(), strict=True):
+        total = param.detach() - after[name] + left[name] / world
+        wanted = torch.zeros_like(param) if other.grad is None else other.grad
+        assert torch.allclose(total, wanted, rtol=1e-3, atol=2e-5), name
+
+
+def flushed(slot: Any) -> torch.Tensor:
+    """Of a whole parameter."""
+    found = torch.zeros(slot.shape.numel())
+    for segment in slot.lane.layout.segments_in(slot.lane.fine):
+        if segment.param == slot.index:
+            found[segment.start : segment.start + segment.numel] = slot.lane.grads.flushed(segment)
+    dist.all_reduce(found)
+    return found.view(slot.shape)
+
+
+def linear_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Of the parameters of blocks, each times fixed numbers and the data."""
+    h = x
+    total = torch.zeros(())
+    for block in model.blocks:
+        total = total + block.up(x).sum() + (x @ block.down.weight * block.up.bias.detach().mul(0).add(0.1)).sum()
+    return total + model.head(h).square().detach().sum() * 0 + model.head(h).sum()
+
+
+@pytest.mark.parametrize("wire", [TOPK, LOW], ids=str)
+def test_nothing_is_lost_for_good(ranks, wire):
+    ranks(sums_kept, 2, 2, wire)
+
+
+# ---- checkpoints
+
+
+def resumed(folder: str, stage: Any, wire: Any, precision: Any, asynchronous: bool) -> None:
+    """What a run that saved half-way leaves, and one that went on from what it saved."""
+    options = {"stage": stage, "wire": wire, "precision": precision}
+    model, optimizers = made(**options)
+    for step in range(6):
+        if step == 3:
+            saving = zeor.save(folder, model, optimizers, step=step, asynchronous=asynchronous)
+        offloads.one_step(model, optimizers, step, "backwards")
+    if asynchronous:
+        saving.wait()
+    wanted = offloads.whole(model)
+    model, optimizers = made(**options)
+    for step in range(7, 9):
+        offloads.one_step(model, optimizers, step, "clip")  # another past
+    step = zeor.load(folder, model, optimizers).step
+    for number in range(step, 6):
+        offloads.one_step(model, optimizers, number, "backwards")
+    offloads.same(offloads.whole(model), wanted, (stage, wire, precision))
+
+
+@pytest.mark.parametrize(
+    "stage, wire, precision",
+    [
+        (0, TOPK, None), (1, LOW, "bf16"), (2, LOW, None), (3, TOPK, "bf16"), (2, RANDOMK, None), (3, SIGN, None),
+        (2, INT4, None), (3, LATE, None),
+    ],
+)  # fmt: skip
+def test_a_run_that_resumes_has_the_bits_of_the_one_that_went_on(ranks, tmp_path, stage, wire, precision):
+    ranks(resumed, 2, str(tmp_path), stage, wire, precision, asynchronous=stage == 2)
+
+
+def saved(folder: str, wire: Any) -> None:
+    model, optimizers = made(stage=2, wire=wire)
+    for step in range(3):
+        offloads.one_step(model, optimizers, step, "clip")
+    zeor.save(folder, model, optimizers, step=3)
+
+
+def left_after(folder: str, stage: int, wire: Any) -> dict[str, torch.Tensor]:
+    """What is added to the next gradients of a run that loaded, over how many ranks these are averaged."""
+    model, optimizers = made(stage=stage, wire=wire)
+    zeor.load(folder, model, optimizers)
+    found = {}
+    for slot in state_of(model).engine.slots:
+        whole = torch.zeros(slot.shape.numel())
+        for segment in slot.lane.layout.segments_in(slot.lane.fine):
+            if segment.param == slot.index:
+                whole[segment.start : segment.start + segment.numel] = slot.lane.grads.flushed(segment)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(whole)
+        found[slot.name] = whole / (dist.get_world_size() if dist.is_initialized() else 1)
+    before = offloads.whole(model)
+    offloads.one_step(model, optimizers, 3, "plain")
+    after = offloads.whole(model)
+    assert offloads.differences(after, before)
+    return {**found, **{f"{name} after": value for name, value in after.items()}}
+
+
+def test_a_checkpoint_holds_one_models_worth_for_any_ranks_stage_and_wire(ranks, tmp_path):
+    ranks(saved, 2, str(tmp_path), TOPK)
+    first = ranks(left_after, 2, str(tmp_path), 2, TOPK)[0]
+    assert any(bool(value.any()) for name, value in first.items() if "after" not in name)
+    exact = ranks(left_after, 2, str(tmp_path), 1, None)[0]
+    for world, stage, wire in ((1, 3, None), (3, 3, LOW), (4, 1, SIGN), (1, 0, None)):
+        found = ranks(left_after, world, str(tmp_path), stage, wire)[0]
+        for name, value in found.items():
+            if "after" not in name:
+                assert torch.allclose(value, first[name], rtol=1e-6), (name, world)
+            elif wire is None:  # the same joint batch, and the same of before
+                assert torch.allclose(value, exact[name], rtol=1e-3, atol=1e-5), (name, world)
+
+
+# ---- another wire, another plan
+
+
+def changed(verb: str, folder: str, wire: Any, then: Any) -> None:
+    """A run that changes goes on as one that is loaded from a checkpoint of this moment."""
+    model, optimizers = made(stage=2, wire=wire)
+    for step in range(3):
+        offloads.one_step(model, optimizers, step, "clip")
+    zeor.save(folder, model, optimizers, step=3)
+    options = {"stage": 2, "wire": then}
+    if verb == "wire":
+        zeor.set_wire(model, then or "exact")
+    else:
+        options["stage"] = 3
+        zeor.replan(model, optimizers, **options)
+    for step in range(3, 5):
+        offloads.one_step(model, optimizers, step, "clip")
+    found = offloads.whole(model)
+    other, its = made(**options)
+    zeor.load(folder, other, its)
+    for step in range(3, 5):
+        offloads.one_step(other, its, step, "clip")
+    offloads.same(offloads.whole(other), found, (verb, wire, then))
+
+
+@pytest.mark.parametrize("verb", ["wire", "plan"])
+@pytest.mark.parametrize("wire, then", [(TOPK, None), (TOPK, LOW), (LOW, TOPK)], ids=str)
+def test_what_is_left_goes_on_by_another_wire_or_plan(ranks, tmp_path, verb, wire, then):
+    ranks(changed, 2, verb, str(tmp_path), wire, then)
+
+
+def flushes(stage: int, wire: Any, then: Any) -> None:
+    """Without a save before: set_wire itself flushes."""
+    model, optimizers = made(stage=stage, wire=wire)
+    for step in range(3):
+        offloads.one_step(model, optimizers, step, "clip")
+    assert zeor.report(model)["residual"] == state_residual(model) > 0
+    zeor.set_wire(model, then)
+    grads = [lane.grads for unit in state_of(model).engine.units for lane in unit.lanes if lane.grads is not None]
+    assert any(bool(each._reduction.flushed.any()) for each in grads if each._reduction.flushed is not None)
+    offloads.one_step(model, optimizers, 3, "clip")
+    assert all(each._reduction.flushed is None for each in grads)
+    assert zeor.report(model).get("residual", 0) == state_residual(model)
+
+
+def state_residual(model: nn.Module) -> int:
+    return sum(lane.spec.residual_nbytes for unit in state_of(model).engine.units for lane in unit.lanes)
+
+
+def test_set_wire_flushes(ranks):
+    ranks(flushes, 2, 1, LOW, "exact")
+    ranks(flushes, 2, 3, TOPK, SIGN)
+
+
+# ---- what goes wrong, and who leaves
+
+
+def recovers(wire: Any, how: str) -> None:
+    """A gradient that is not finite is seen by the step it belongs to and by no other."""
+    model, optimizers = made(stage=2, wire=wire, nonfinite=how)
+    offloads.one_step(model, optimizers, 0, "clip")
+    before = offloads.whole(model)
+    loss = offloads.loss_of(model, 1) * (float("inf") if dist.get_rank() == 1 else 1.0)
+    loss.backward()
+    optimizers[0].step()
+    model.zero_grad()
+    offloads.same(offloads.whole(model), before, "the step was skipped")
+    for step in range(2, 4):
+        offloads.one_step(model, optimizers, step, "clip")
+    after = offloads.whole(model)
+    assert all(bool(value.isfinite().all()) for value in after.values()) and offloads.differences(after, before)
+
+
+@pytest.mark.parametrize("wire", METHODS, ids=str)
+def test_a_gradient_that_is_not_finite_does_not_stay(ranks, wire):
+    ranks(recovers, 2, wire, "skip")
+
+
+def joined(wire: Any) -> None:
+    model, optimizers = made(stage=2, wire=wire)
+    with zeor.join(model):
+        for step in range(3 + 2 * dist.get_rank()):
+            offloads.one_step(model, optimizers, step, "plain")
+    found = offloads.whole(model)
+    assert all(bool(value.isfinite().all()) for value in found.values())
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, {name: value.sum().item() for name, value in found.items()})
+    assert all(row == rows[0] for row in rows)
+
+
+@pytest.mark.parametrize("wire", [TOPK, LOW], ids=str)
+def test_ranks_that_are_out_of_data(ranks, wire):
+    ranks(joined, 2, wire)
+
+
+def froze(wire: Any) -> None:
+    """What is left of a parameter that is frozen is forgotten, and its neighbours go on."""
+    model, optimizers = made(stage=2, wire=wire)
+    for step in range(2):
+        offloads.one_step(model, optimizers, step, "plain")
+    block = model.blocks[0]
+    block.up.weight.requires_grad_(False)
+    before = offloads.whole(model)["blocks.0.up.weight"]
+    for step in range(2, 4):
+        offloads.one_step(model, optimizers, step, "plain")
+    engine = state_of(model).engine
+    engine.flush_residuals("in a test")
+    left = {slot.name: flushed(slot) for slot in engine.slots}
+    assert torch.equal(offloads.whole(model)["blocks.0.up.weight"], before)
+    assert not bool(left["blocks.0.up.weight"].any()) and bool(left["blocks.0.down.weight"].any())
+    block.up.weight.requires_grad_(True)
+    offloads.one_step(model, optimizers, 4, "plain")
+    assert not torch.equal(offloads.whole(model)["blocks.0.up.weight"], before)
+
+
+@pytest.mark.parametrize("wire", [TOPK, LOW], ids=str)
+def test_frozen_parameters(ranks, wire):
+    ranks(froze, 2, wire)
+
+
+def refuses() -> list[str]:
+    found = []
+    for wire in ((TopK(0.1), TopK(0.2))[dist.get_rank()], Wire(across=TOPK)):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            zeor.shard(offloads.net(), wire=wire)
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_that_disagree(ranks):
+    for differ, across in ranks(refuses, 2):
+        assert "rank 1" in differ and "fraction=0.2" in differ
+        assert "there is one axis" in across
+
+
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (lambda: TopK(0), "TopK.fraction=0; give a number above 0 and up to 0.5"),
+        (lambda: TopK(0.01, warmup=-1), "TopK.warmup=-1; give a whole number of at least 0"),
+        (lambda: RandomK(0.7), "RandomK.fraction=0.7"),
+        (lambda: Sign(1.5), "Sign.warmup=1.5"),
+        (lambda: PowerSGD(0), "PowerSGD.rank=0; give a whole number of at least 1"),
+        (lambda: Wire(gather=TopK()), "is a method for sums of gradients"),
+        (lambda: Wire(gather="powersgd"), "is a method for sums of gradients"),
+        (lambda: Wire(reduce="topkk"), "Wire.reduce='topkk' is not known (did you mean 'topk'?)"),
+        (lambda: Wire(feedback=True), "they travel exactly; give reduce= a format"),
+        (lambda: Wire(reduce="int8", feedback=1), "Wire.feedback=1; give True or False"),
+    ],
+)
+def test_what_says_nothing_sensible(make, told):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert told in str(caught.value)
+
+
+def test_names_and_methods_alone():
+    assert Wire(reduce="powersgd").reduce == PowerSGD()
+    assert Wire.parse("topk") == Wire.parse(TopK()) == Wire(reduce=TopK())
+    assert Wire(across=TopK(0.1)).axes[1] == Wire(reduce=TopK(0.1))
+    assert Wire(across="int8", feedback=True).axes[1].keeps and not Wire(across=Wire(reduce="int8")).axes[1].keeps
