@@ -108,7 +108,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         asked = "compile=" if compiled is None else f"compile() of module {compiled!r}"
         raise ValueError(
             f"{asked} cannot trace {name!r}, a DTensor that zeor shards further; leave it out of a model that tensor "
-            "parallelism has cut."
+            "or expert parallelism has cut."
         )
 
 

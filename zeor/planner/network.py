@@ -86,6 +86,9 @@ class Moves(NamedTuple):
 def moves_of(spec: LaneSpec, axes: Sequence[Along]) -> Moves:
     """`axes`: as many as its ranks stand on; or two for ranks on one axis over several hosts. See Note [Two axes]."""
 
+    if spec.key.experts:
+        axes = [(name, size, link) for (name, _, link), size in zip(axes, spec.sizes)]
+
     def leg(number: int, nbytes: float, codec: Codec | None, itemsize: int) -> list[Cost]:
         """Along one axis, to or from so many bytes on each rank, before they are encoded."""
         if codec is not None:
