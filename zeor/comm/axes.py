@@ -198,6 +198,8 @@ class Axes:
     def replace(self, new: Axes) -> None:
         """Other groups of as many ranks, with this one at the same place, take over; nothing may be under way. What
         was counted goes on."""
+        if (self.experts is None) != (new.experts is None):
+            raise ValueError("These axes cannot take the others' place: only one of both has axes of experts.")
         for name in ("inside", "across", "everyone"):
             old, other = getattr(self, name), getattr(new, name)
             if (old.rank, old.size, old.device) != (other.rank, other.size, other.device):
@@ -210,6 +212,8 @@ class Axes:
         new.everyone.steps = self.everyone.steps
         if new.tensor is not None:
             self.stand_beside(new.tensor)
+        if self.experts is not None and new.experts is not None:
+            self.experts.replace(new.experts)
         self.inside, self.across, self.everyone, self.members = new.inside, new.across, new.everyone, new.members
         for method in filter(None, (each() for each in self._replaced)):
             method()

@@ -34,7 +34,7 @@ def stand_over_experts(model: nn.Module, axes: Axes, experts: Any, plan: Plan) -
     ranks = together(everyone, lambda: _check(model, experts), "check of the model's experts", TypeError)
     placed = [(name, param) for name, param in model.named_parameters() if is_placed(param)]
     same_everywhere(everyone, "experts", [f"{name!r}: {param.placements}" for name, param in placed])  # type: ignore[attr-defined]
-    _check_plan(placed[0][0], plan)
+    together(everyone, lambda: _check_plan(placed[0][0], plan), "check of the plan for experts", ValueError)
     named = experts.mesh_dim_names
     places = _places(everyone, ranks)
     found = _axes_of(axes, places, plan)
@@ -78,8 +78,7 @@ def _check_param(name: str, param: Any, ranks: Sequence[int]) -> None:
 
 
 def _check_plan(name: str, plan: Plan) -> None:
-    """ValueError where something was asked for that does not know axes of experts; the plan is the same on every rank
-    or is refused later."""
+    """ValueError where something was asked for that does not know axes of experts."""
     asked = {
         "offload=": plan.offload is not None,
         "wire=": plan.wire is not None,
@@ -114,47 +113,57 @@ def _places(everyone: Axis, ranks: Sequence[int]) -> Places:
     return Places(ours, [line.index(rank) for rank, line in by_rank.items()])
 
 
+class Same(NamedTuple):
+    """The ranks with the same experts, as everyone counts them: all, those along each axis, and their coordinates."""
+
+    ranks: list[int]
+    lines: tuple[list[int], list[int]]
+    members: list[tuple[int, ...]]
+
+
+def same_experts(members: Sequence[tuple[int, ...]], coords: Sequence[int], me: int) -> Same:
+    """`members`: the coordinates of each rank along the axes; `coords`: along experts=."""
+    ranks = [rank for rank, coord in enumerate(coords) if coord == coords[me]]
+    along_inside = [rank for rank in ranks if members[rank][1] == members[me][1]]
+    along_across = [rank for rank in ranks if members[rank][0] == members[me][0]]
+    steps = [sorted({members[rank][number] for rank in ranks}) for number in (0, 1)]
+    found = [tuple(steps[number].index(members[rank][number]) for number in (0, 1)) for rank in ranks]
+    return Same(ranks, (along_inside, along_across), found)
+
+
 def _axes_of(axes: Axes, places: Places, plan: Plan) -> Axes:
     """What is left of each axis where only ranks with the same experts stand on it."""
-    me = axes.everyone.rank
-    same = [rank for rank, coord in enumerate(places.coords) if coord == places.coords[me]]
     _check_grid(axes, places)
-    parts = []
-    for number, axis in enumerate(axes.each):
-        other = axes.members[me][1 - number]
-        line = [rank for rank in same if axes.members[rank][1 - number] == other]
-        parts.append(_part(axes, axis, [places.ranks[rank] for rank in line], plan))
-    several = [part for part in parts if part.size > 1]
-    if len(several) > 1:
-        everyone = _part(axes, axes.everyone, [places.ranks[rank] for rank in same], plan)
+    same = same_experts(axes.members, places.coords, axes.everyone.rank)
+    lines = [[places.ranks[rank] for rank in line] for line in same.lines]
+    inside, across = (_part(axis, line, plan) for axis, line in zip(axes.each, lines))
+    if min(inside.size, across.size) > 1:
+        everyone = _part(axes.everyone, [places.ranks[rank] for rank in same.ranks], plan)
     else:
-        everyone = several[0] if several else parts[0]
-    steps = [sorted({axes.members[rank][number] for rank in same}) for number in (0, 1)]
-    members = [tuple(steps[number].index(axes.members[rank][number]) for number in (0, 1)) for rank in same]
+        everyone = across if across.size > 1 else inside
     everyone.observer, everyone.standing = axes.everyone.observer, axes.everyone.standing
-    return Axes(parts[0], parts[1], everyone, members)
+    return Axes(inside, across, everyone, same.members)
 
 
-def _part(axes: Axes, axis: Axis, ranks: list[int], plan: Plan) -> Axis:
+def _part(axis: Axis, ranks: list[int], plan: Plan) -> Axis:
     """The axis itself, some ranks of it, or this one alone."""
     if len(ranks) == axis.size:
         return axis
     if len(ranks) == 1:
-        return Axis(0, 1, axes.device, timeout=axis.timeout, name=axis.name)
-    found = make_axis(group_of(ranks), axes.device, plan.deterministic, plan.timeout)
+        return Axis(0, 1, axis.device, timeout=axis.timeout, name=axis.name)
+    found = make_axis(group_of(ranks), axis.device, plan.deterministic, plan.timeout)
     found.name, found.known_as = "experts", ranks
     return found
 
 
 def _check_grid(axes: Axes, places: Places) -> None:
     for coord in sorted(set(places.coords)):
-        members = [axes.members[rank] for rank, found in enumerate(places.coords) if found == coord]
-        inside, across = ({member[number] for member in members} for number in (0, 1))
-        if len(members) != len(inside) * len(across):
+        ranks = [rank for rank, found in enumerate(places.coords) if found == coord]
+        inside, across = ({axes.members[rank][number] for rank in ranks} for number in (0, 1))
+        if len(ranks) != len(inside) * len(across):
             raise ValueError(
-                f"The ranks with the same experts, {[r for r, c in zip(places.ranks, places.coords) if c == coord]}, "
-                f"are no grid along the axes {axes.inside.name!r} and {axes.across.name!r}; give experts= one "
-                "dimension of the mesh, or one of ranks that are neighbours."
+                f"The ranks with the same experts, {[places.ranks[rank] for rank in ranks]}, are no grid along the "
+                f"axes {axes.inside.name!r} and {axes.across.name!r}; give experts= one dimension of the mesh."
             )
 
 

@@ -63,7 +63,8 @@ def _check_apart(name: str, param: Any, dim: int, ours: Sequence[int]) -> None:
         raise TypeError(
             f"Parameter {name!r} is a DTensor over {called} of ranks {ranks}, and zeor was given ranks {list(ours)} to "
             "shard over: they share more than this rank; give zeor.shard the data-parallel dimension alone, as by "
-            "mesh=mesh['dp'], and no model that fully_shard has sharded."
+            "mesh=mesh['dp'], and no model that fully_shard has sharded; or, where these are parameters of experts and "
+            "its ranks see different data, experts=mesh['ep']."
         )
 
 
