@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import zeor
 from examples.experts import divide
+from tests.optim.owners.test_owners import Shampoo
 from tests.parallel.test_tensor import text_of
 from tests.parity.divided import adamw, new_mesh, whole
 from tests.parity.mixtures import Mixed, batch, loss_of, made, mesh_of, one_step, reference, sharded
 from zeor.access.sharded import state_of
 from zeor.features.pipeline import _check_plan
-from zeor.parallel.experts import same_experts
+from zeor.parallel.experts import _imagined, same_experts
 
 EXPERTS = ("gate", "up", "down")
 
@@ -43,6 +44,15 @@ def test_ranks_with_the_same_experts_are_a_grid(ep: int, inside: int, across: in
         by_place = dict(zip(found.members, found.ranks))
         assert found.lines[0] == [by_place[i, mine[1]] for i in range(inside)]
         assert found.lines[1] == [by_place[mine[0], a] for a in range(across)]
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+def test_lines_of_an_imagined_world(outer: int, ep: int, inner: int) -> None:
+    """One rank of a mesh (outer, ep, inner) knows the lines of all."""
+    mesh = torch.arange(outer * ep * inner).view(outer, ep, inner)
+    lines = {rank: line for line in mesh.movedim(1, 2).reshape(-1, ep).tolist() for rank in line}
+    for rank, line in lines.items():
+        assert _imagined(list(lines), lines[rank]) == [[other, *lines[other]] for other in lines], (rank, line)
 
 
 def axes_seen(setting: Mixed, options: dict[str, Any]) -> tuple[list[int], list[int], tuple[int, int]]:
@@ -164,7 +174,9 @@ def test_gradients_are_dtensors_of_the_mean_over_all_ranks(ranks: Callable, stag
 
 ALIKE: list[dict[str, Any]] = [
     {"overlap": False}, {"recompute": True}, {"keep_whole": 0}, {"paths": "static"}, {"prefetch": 2},
-    {"deterministic": True}, {"nonfinite": "raise"},
+    {"deterministic": True}, {"nonfinite": "raise"}, {"release": True}, {"offload": "host"},
+    {"offload": {"master": "host", "moments": "host", "grads": "host"}}, {"offload": {"compute": "host"}},
+    {"offload": "auto"}, {"offload": {"update": "host"}},
 ]  # fmt: skip
 
 
@@ -216,6 +228,38 @@ def test_mean_loss_counts_tokens_of_all_ranks(ranks: Callable) -> None:
     for found in ranks(by_count, 4):
         for name, param in model.named_parameters():
             assert torch.allclose(found[name], param, rtol=0, atol=1e-10), name
+
+
+def matrices_and_experts(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """An optimizer of whole matrices for what every rank shares, and an element-wise one for experts and the rest."""
+    named = dict(model.named_parameters())
+    matrices = [name for name, param in named.items() if param.dim() == 2 and "experts" not in name]
+    others = [param for name, param in named.items() if name not in matrices]
+    return [Shampoo([named[name] for name in matrices]), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def owned(stage: int) -> dict[str, Tensor]:
+    model, optimizers, rank = sharded(Mixed((2, 2), stage), matrices_and_experts)
+    for step in range(3):
+        loss_of(model, *batch(step, 0, rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def test_matrices_beside_experts_have_owners(ranks: Callable) -> None:
+    model = made()
+    optimizers = matrices_and_experts(model)
+    for step in range(3):
+        for rank in range(4):
+            (loss_of(model, *batch(step, 0, rank)) / 4).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in ranks(owned, 4, 3):
+        for name, param in model.named_parameters():
+            assert torch.allclose(found[name], param, rtol=0, atol=1e-8), name
 
 
 def by_axis() -> dict[str, Tensor]:
@@ -349,9 +393,8 @@ def refusals() -> dict[str, str]:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "offload=": {"offload": "host"},
     "wire=": {"wire": "bf16"},
-    "release=True": {"release": True},
+    "delay=1": {"delay": 1},
     "moments='bf16'": {"moments": "bf16"},
 }
 SAID: dict[str, list[str]] = {

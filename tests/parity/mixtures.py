@@ -51,12 +51,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture(WIDTH, 24, COUNT, CHOSEN)
         self.register_buffer("offset", torch.zeros(COUNT))
+        self.is_left_out = False
         if number == 1:
             self.offset[0] = -1e9  # an expert that no token is sent to
-        self.mixture.router.register_forward_hook(lambda module, args, out: out + self.offset)
+        self.mixture.router.register_forward_hook(lambda module, args, out: out + self.offset.to(out.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mixture(self.norm(x))
+        return x if self.is_left_out else x + self.mixture(self.norm(x))
 
 
 class Language(nn.Module):

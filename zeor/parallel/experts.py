@@ -16,7 +16,6 @@ from torch import nn
 
 from zeor.comm.agree import exchange, same_everywhere, together
 from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
-from zeor.comm.meshes import ranks_of
 from zeor.memory.placed import Placed, is_placed
 from zeor.plan import Plan
 
@@ -45,13 +44,14 @@ def stand_over_experts(model: nn.Module, axes: Axes, experts: Any, plan: Plan) -
 
 
 def _check(model: nn.Module, experts: Any) -> list[int]:
-    """The ranks along experts=."""
-    if not isinstance(experts, dist.device_mesh.DeviceMesh) or experts.ndim != 1:
+    """The ranks along experts=, in the order in which they hold parts."""
+    is_mesh = isinstance(experts, dist.device_mesh.DeviceMesh)
+    if not is_mesh or experts.ndim != 1 or experts.get_coordinate() is None:
         raise TypeError(
             f"experts={experts!r}; give the dimension of the mesh over which the parameters of experts are DTensors, "
             "such as experts=mesh['ep']."
         )
-    ranks = ranks_of(experts)
+    ranks = _line(experts)
     placed = [(name, param) for name, param in model.named_parameters() if is_placed(param)]
     if not placed:
         raise TypeError(
@@ -63,9 +63,14 @@ def _check(model: nn.Module, experts: Any) -> list[int]:
     return ranks
 
 
+def _line(mesh: Any) -> list[int]:
+    found: list[int] = mesh.mesh.flatten().tolist()
+    return found
+
+
 def _check_param(name: str, param: Any, ranks: Sequence[int]) -> None:
     mesh = param.device_mesh
-    if mesh.ndim != 1 or ranks_of(mesh) != list(ranks):
+    if mesh.ndim != 1 or _line(mesh) != list(ranks):
         raise TypeError(
             f"Parameter {name!r} is a DTensor over {mesh}, and experts= holds the ranks {list(ranks)}; beside expert "
             "parallelism zeor takes DTensors over that one dimension alone, no tensor parallelism."
@@ -80,9 +85,7 @@ def _check_param(name: str, param: Any, ranks: Sequence[int]) -> None:
 def _check_plan(name: str, plan: Plan) -> None:
     """ValueError where something was asked for that does not know axes of experts."""
     asked = {
-        "offload=": plan.offload is not None,
         "wire=": plan.wire is not None,
-        "release=True": plan.release,
         "delay=1": plan.delay > 0,
         f"moments={plan.moments!r}": plan.moments != "exact",
     }
@@ -101,8 +104,10 @@ def _places(everyone: Axis, ranks: Sequence[int]) -> Places:
     """ValueError where the ranks that zeor was given are no grid with those of experts=."""
     here = dist.get_rank() if dist.is_initialized() else 0
     rows = exchange(everyone, [here, *ranks], "exchange about the ranks of experts=")
-    ours, lines = [row[0] for row in rows], [row[1:] for row in rows]
-    by_rank = dict(zip(ours, lines))
+    if everyone.fake:
+        rows = _imagined(dist.get_process_group_ranks(everyone.gather), ranks)
+    by_rank = {row[0]: row[1:] for row in rows}
+    ours = list(by_rank)
     for rank, line in by_rank.items():
         if rank not in line or any(by_rank.get(other) != line for other in line):
             raise ValueError(
@@ -111,6 +116,13 @@ def _places(everyone: Axis, ranks: Sequence[int]) -> Places:
                 "mesh = zeor.mesh(dp=-1, ep=2), mesh=mesh['dp', 'ep'], experts=mesh['ep']."
             )
     return Places(ours, [line.index(rank) for rank, line in by_rank.items()])
+
+
+def _imagined(ours: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+    """What the other ranks of an imagined world would tell: their lines lie as this rank's does."""
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    firsts = [rank - rank // stride % len(ranks) * stride for rank in ours]
+    return [[rank, *(first + place * stride for place in range(len(ranks)))] for rank, first in zip(ours, firsts)]
 
 
 class Same(NamedTuple):
