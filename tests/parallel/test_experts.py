@@ -20,7 +20,7 @@ from examples.experts import divide
 from tests.optim.owners.test_owners import Shampoo
 from tests.parallel.test_tensor import text_of
 from tests.parity.divided import adamw, new_mesh, whole
-from tests.parity.mixtures import Mixed, batch, loss_of, made, mesh_of, one_step, reference, sharded
+from tests.parity.mixtures import Mixed, batch, compared, loss_of, made, mesh_of, one_step, reference, sharded
 from zeor.access.sharded import state_of
 from zeor.features.pipeline import _check_plan
 from zeor.parallel.experts import _imagined, same_experts
@@ -176,7 +176,7 @@ ALIKE: list[dict[str, Any]] = [
     {"overlap": False}, {"recompute": True}, {"keep_whole": 0}, {"paths": "static"}, {"prefetch": 2},
     {"deterministic": True}, {"nonfinite": "raise"}, {"release": True}, {"offload": "host"},
     {"offload": {"master": "host", "moments": "host", "grads": "host"}}, {"offload": {"compute": "host"}},
-    {"offload": "auto"}, {"offload": {"update": "host"}},
+    {"offload": "auto"},
 ]  # fmt: skip
 
 
@@ -269,6 +269,13 @@ def by_axis() -> dict[str, Tensor]:
     for step in range(3):
         one_step(model, optimizer, step, rank, setting)
     return whole(model)
+
+
+def test_updates_on_the_host(ranks: Callable) -> None:
+    """They are the stock optimizer's, which is one process's within rounding."""
+    setting = Mixed((2, 2), 3, clip="zeor", options={"offload": {"update": "host"}})
+    for far, _ in ranks(compared, 4, setting):
+        assert far < 1e-10
 
 
 def test_a_stage_for_each_axis(ranks: Callable) -> None:
