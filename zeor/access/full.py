@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeor.access.stream import DEFAULT_NBYTES, iter_slots
 from zeor.comm import verbs
 from zeor.comm.agree import exchange
-from zeor.comm.axes import Axes, Axis
+from zeor.comm.axes import Axis
 from zeor.step.engine import Engine
 from zeor.step.handed_out import HandedOut
 from zeor.step.unfilled import Unfilled
@@ -152,12 +152,13 @@ def _exchanged(slot: Slot, present: set[nn.Module]) -> str:
 
 
 @torch.no_grad()
-def spread(axes: Axes, slots: Collection[Slot]) -> dict[Slot, Tensor]:
+def spread(slots: Collection[Slot]) -> dict[Slot, Tensor]:
     """Rank 0's values of these parameters, which are shown as plain ones, on every rank; of a DTensor the first of the
     ranks that have the same part."""
     values = {}
     for slot in slots:
         values[slot] = slot.value.detach().clone()
+        axes = slot.lane.axes
         axis = axes.whole if slot.placed is None else axes.everyone
         verbs.broadcast(axis, values[slot], f"broadcast of {slot.name!r}")
     return values

@@ -13,12 +13,16 @@ Note [Axes]
     tensor      mesh dimensions that are not ours, along which parameters are DTensors (tensor parallelism). Lanes
                 hold the local part, so ranks at other places along them have other lanes, and no gradient is averaged
                 over them. `whole` is all of these ranks with everyone: norms and checkpoints are theirs
+    experts     the axes of lanes of experts' parameters, where a part of everyone has other experts (expert
+                parallelism): inside, across and everyone are the ranks with the same experts, and `tensor` the others
 A stage is chosen for each axis; what a role is cut along, and so which stretch of a lane a rank holds, is a table
 (memory/roles.py) and a grid (layout/grid.py). Gathers go along one axis after another, outermost first, and reduces
-innermost first, so that what crosses nodes is a node's sum and each byte of it crosses once. All lanes of a model share
-one set of axes. Parts keep the set, never one axis of it, so that other groups can take its place (`replace`): after a
-failure, say, when the same ranks have met anew. What holds for all ranks (a failed collective, a meeting that has
-begun, the number of steps) is one `Standing` that the three share.
+innermost first, so that what crosses nodes is a node's sum and each byte of it crosses once. A lane has one of two sets
+of axes, by its key: the model's own, or that of experts. What concerns the model (agreements, events, by how many ranks
+a sum is divided) goes over the model's own, so all ranks come to all collectives in one order. Parts keep the set,
+never one axis of it, so that other groups can take its place (`replace`): after a failure, say, when the same ranks
+have met anew. What holds for all ranks (a failed collective, a meeting that has begun, the number of steps) is one
+`Standing` that all axes share.
 """
 
 from __future__ import annotations
@@ -123,7 +127,8 @@ class Axes:
         self.inside, self.across, self.everyone = inside, across, everyone
         self.members = tuple(members)
         self.device = everyone.device
-        self.tensor: TensorRanks | None = None  # None: no parameter is a DTensor
+        self.tensor: TensorRanks | None = None  # None: these lanes hold no part of a DTensor
+        self.experts: Axes | None = None  # of lanes of experts' parameters; None: there are none
         self._replaced: list[weakref.WeakMethod[Callable[[], None]]] = []
         for axis in (inside, across):
             axis.observer, axis.standing = everyone.observer, everyone.standing
@@ -148,6 +153,19 @@ class Axes:
         self.tensor = ranks
         for axis in (*ranks.dims, ranks.whole):
             axis.observer, axis.standing = self.everyone.observer, self.everyone.standing
+
+    def stand_over(self, experts: Axes) -> None:
+        """Lanes of experts have these axes."""
+        self.experts = experts
+        for axis in (*experts.each, experts.everyone):
+            axis.observer, axis.standing = self.everyone.observer, self.everyone.standing
+
+    def of(self, experts: bool) -> Axes:
+        """Those of a lane of experts, or of any other."""
+        if not experts:
+            return self
+        assert self.experts is not None
+        return self.experts
 
     @property
     def each(self) -> tuple[Axis, Axis]:
@@ -189,6 +207,8 @@ class Axes:
     def replace(self, new: Axes) -> None:
         """Other groups of as many ranks, with this one at the same place, take over; nothing may be under way. What
         was counted goes on."""
+        if (self.experts is None) != (new.experts is None):
+            raise ValueError("These axes cannot take the others' place: only one of both has axes of experts.")
         for name in ("inside", "across", "everyone"):
             old, other = getattr(self, name), getattr(new, name)
             if (old.rank, old.size, old.device) != (other.rank, other.size, other.device):
@@ -201,6 +221,8 @@ class Axes:
         new.everyone.standing.go_on(self.everyone.standing)
         if new.tensor is not None:
             self.stand_beside(new.tensor)
+        if self.experts is not None and new.experts is not None:
+            self.experts.replace(new.experts)
         self.inside, self.across, self.everyone, self.members = new.inside, new.across, new.everyone, new.members
         for method in filter(None, (each() for each in self._replaced)):
             method()

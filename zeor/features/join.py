@@ -344,6 +344,11 @@ def _check(engines: Sequence[Engine]) -> None:
     ranks = [dist.get_process_group_ranks(engine.axes.everyone.control) for engine in engines]
     if any(each != ranks[0] for each in ranks):
         raise ValueError("zeor.join was given models that are sharded over different ranks; they cannot end together.")
+    if any(engine.axes.experts is not None for engine in engines):
+        raise ValueError(
+            "zeor.join was given a model with expert parallelism: a rank without batches computes nothing, and the "
+            "others would wait for its experts; give all ranks equally many batches."
+        )
     for other in events.open_joins:
         if set(other.ranks) & set(ranks[0]):
             raise RuntimeError(

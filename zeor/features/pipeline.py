@@ -247,6 +247,11 @@ def _check_plan(where: str, state: Sharded) -> None:
             f"{where} was sharded with release=True, which updates before all stages have their gradients; leave it "
             "out."
         )
+    if state.engine.axes.experts is not None:
+        raise ValueError(
+            f"{where} was sharded with experts=, and zeor does not know expert parallelism in a pipeline yet; leave "
+            "one of them out."
+        )
     if plan.recompute == "auto":
         raise ValueError(
             f"{where} was sharded with recompute='auto', which measures one forward and its backward at a time; in a "

@@ -63,7 +63,8 @@ def _check_apart(name: str, param: Any, dim: int, ours: Sequence[int]) -> None:
         raise TypeError(
             f"Parameter {name!r} is a DTensor over {called} of ranks {ranks}, and zeor was given ranks {list(ours)} to "
             "shard over: they share more than this rank; give zeor.shard the data-parallel dimension alone, as by "
-            "mesh=mesh['dp'], and no model that fully_shard has sharded."
+            "mesh=mesh['dp'], and no model that fully_shard has sharded; or, where these are parameters of experts and "
+            "its ranks see different data, experts=mesh['ep']."
         )
 
 
@@ -108,7 +109,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         asked = "compile=" if compiled is None else f"compile() of module {compiled!r}"
         raise ValueError(
             f"{asked} cannot trace {name!r}, a DTensor that zeor shards further; leave it out of a model that tensor "
-            "parallelism has cut."
+            "or expert parallelism has cut."
         )
 
 

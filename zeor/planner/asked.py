@@ -23,6 +23,7 @@ class Where(NamedTuple):
     mesh: Any
     hierarchy: int | str | None
     device: Any
+    experts: Any = None  # a dimension of the mesh
 
 
 class Asked(NamedTuple):
@@ -69,7 +70,9 @@ def chosen_by(plan: Choice | str, where: Where, given: Collection[str]) -> dict[
         return plan.options
     if plan != "auto":
         raise ValueError(f"plan={plan!r} is not known; give what zeor.choose returns, or 'auto'.")
-    chosen: dict[str, Any] = {"recompute": "auto"} | ({"hierarchy": "auto"} if where.mesh is None else {})
-    if torch.accelerator.is_available() and where.device != "cpu":
+    chosen: dict[str, Any] = {"recompute": "auto"}
+    if where.mesh is None and where.experts is None:
+        chosen |= {"hierarchy": "auto"}
+    if torch.accelerator.is_available() and where.device != "cpu" and where.experts is None:
         chosen |= {"offload": "auto"} | ({"compile": True} if devices.compiles() else {})
     return {name: value for name, value in chosen.items() if name not in given}

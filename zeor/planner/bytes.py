@@ -43,7 +43,7 @@ _OF_PLAN = (
     "prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile", "wire",
 )  # fmt: skip
 _LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline")
-_OPTIONS = ("units", "hierarchy", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_OF_PLAN)
+_OPTIONS = ("units", "hierarchy", "experts", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_OF_PLAN)
 CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
 _ENDLESS = 1 << 60
 HOLES = 0.02  # of a device's memory, left for what lies between the allocator's blocks: as in features/keeping.py
@@ -111,7 +111,8 @@ def predict(
     """What `shard(model, ..., stage=stage)` will hold on each of `world` ranks. Nothing is allocated.
 
     Ranks on two axes: world={"node": 2, "gpu": 8}, the inner one last, as a mesh has them; or world=16, hierarchy=8.
-    Then `stage` may name one for each: {"gpu": 3, "node": 1}.
+    Then `stage` may name one for each: {"gpu": 3, "node": 1}. experts=mesh["ep"], as given to shard(): parameters that
+    are DTensors over it are sharded over the ranks with the same experts.
 
     `optimizer` is a torch.optim name or the number of tensors it keeps per parameter. `options`: units=, and as given
     to shard() prefetch=, offload=, moments=, release=, delay=, recompute=, kernel=, keep_whole=, wire=; native_reduce=
@@ -145,7 +146,8 @@ def predict(
     check_wire(plan, shape.sizes)
     machine = None if options.get("gpu") is None else Machine.parse(options["gpu"])
     native = bool(options.get("native_reduce", machine is not None and machine.native))
-    known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop))
+    experts = None if options.get("experts") is None else shape.experts(model, options["experts"])
+    known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop, experts))
     found = predicted(known, None if machine is None else limit_nbytes(machine))
     if options.get("pipeline") == "step":
         found = found._replace(prediction=_holding(found.prediction, found.model))
@@ -190,10 +192,13 @@ def kind_of(optimizers: Sequence[Optimizer]) -> str | int:
     return name if name and MOMENTS[name] == most else most
 
 
-def setting_of(plan: Plan, sizes: Sizes, optimizer: str | int, native: bool, loop: Loop) -> Setting:
+def setting_of(
+    plan: Plan, sizes: Sizes, optimizer: str | int, native: bool, loop: Loop, experts: Sizes | None = None
+) -> Setting:  # fmt: skip
+    """`sizes`: of the axes; `experts`: of those of experts' lanes."""
     count = MOMENTS[optimizer] if isinstance(optimizer, str) else optimizer
     one_pass = optimizer in _ONE_PASS if isinstance(optimizer, str) else False
-    return Setting(plan, sizes, count, native, one_pass, 0, *loop)
+    return Setting(plan, sizes, count, native, one_pass, 0, *loop, experts)
 
 
 def limit_nbytes(machine: Machine) -> int:
@@ -350,7 +355,9 @@ def _updated_nbytes(lanes: Sequence[PlannedLane], count: int) -> int:
         assert lane.key.master_dtype is not None
         itemsize, numel = lane.key.master_dtype.itemsize, lane.held("update")
         total += numel * itemsize
+        each = count // lane.parts_of_update  # parts of other lanes that go with one of this
         for begin, end in lane.layout.gaps():
             for part in range(begin // numel, -(-end // numel)):
-                lost[part] += (min(end, (part + 1) * numel) - max(begin, part * numel)) * itemsize
+                nbytes = (min(end, (part + 1) * numel) - max(begin, part * numel)) * itemsize
+                lost.update(dict.fromkeys(range(part * each, (part + 1) * each), nbytes))
     return total - (min(lost.values()) if len(lost) == count else 0)

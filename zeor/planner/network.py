@@ -86,6 +86,9 @@ class Moves(NamedTuple):
 def moves_of(spec: LaneSpec, axes: Sequence[Along]) -> Moves:
     """`axes`: as many as its ranks stand on; or two for ranks on one axis over several hosts. See Note [Two axes]."""
 
+    if spec.key.experts:
+        axes = [(name, size, link) for (name, _, link), size in zip(axes, spec.sizes)]
+
     def costs(legs: Sequence[Leg]) -> list[Cost]:
         found = []
         for leg in legs:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import nn
@@ -231,8 +231,8 @@ def _receive_nbytes(model: Model) -> int:
     if model.setting.world == 1:
         return 0
     hops = [[_hops_nbytes(lane) for lane in lanes if lane.key.trainable] for lanes in model.lanes]
-    units = [list(map(sum, zip(*lanes))) for lanes in hops if lanes]
-    most: list[int] = [max(hop) for hop in zip(*units)] or [0]
+    units = [list(map(sum, zip_longest(*lanes, fillvalue=0))) for lanes in hops if lanes]  # experts have fewer
+    most: list[int] = [max(hop) for hop in zip_longest(*units, fillvalue=0)] or [0]
     found = most[0] if len(most) == 1 else most[1] + max(most)
     fine = [sum(lane.layout.slice_numel * lane.key.reduce_dtype.itemsize for lane in lanes) for lanes in model.lanes]
     found += sum(lane.codes_nbytes("fine", "grad") for lane in model.flat if lane.spreads and lane.key.trainable)

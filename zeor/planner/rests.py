@@ -48,6 +48,7 @@ class Setting:
     chunk: int = 0  # elements streamed at a time
     accumulation: int = 1  # micro-batches of a step
     sums_each: bool = False  # each of them is reduced and added to slices; else they are summed whole, by no_sync
+    experts: Sizes | None = None  # of the axes of parameters that are DTensors over experts=
 
     @property
     def world(self) -> int:
@@ -109,9 +110,16 @@ class PlannedLane(LaneSpec):
         """Of the master, beside compute."""
         return self.master_itemsize(self.wide)
 
+    @property
+    def parts_of_update(self) -> int:
+        return math.prod(self.sizes[axis] for axis in self.table.cut("update"))
+
     def segments(self, part: int) -> tuple[Segment, ...]:
-        """Of one of the stretches that updates are cut into: those axes come first in the grid, so it is one piece."""
+        """Of one of the stretches that updates are cut into: those axes come first in the grid, so it is one piece. A
+        lane of experts has fewer; `part` is then one of those of other lanes, of ranks that are neighbours along
+        experts=."""
         numel = self.held("update")
+        part //= self.setting.parts("update") // self.parts_of_update
         return self.layout.segments_in(Span(part * numel, (part + 1) * numel))
 
     # ---- at rest
@@ -221,7 +229,7 @@ def plan_lanes(units: Sequence[UnitSpec], setting: Setting) -> tuple[list[list[P
     places = Places(setting.plan, torch.device("cpu"))
     planned = [
         [PlannedLane(**vars(spec), unit=n, tiers=rest.tiers, wide=rest.wide, setting=setting) for spec, rest in lanes]
-        for n, lanes in enumerate(spec_units(units, setting.plan, setting.sizes, places))
+        for n, lanes in enumerate(spec_units(units, setting.plan, setting.sizes, places, setting.experts))
     ]
     mastered = [lane for lanes in planned for lane in lanes if lane.key.master_dtype is not None]
     setting = setting.with_chunk(sum(lane.held("update") for lane in mastered))

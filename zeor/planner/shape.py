@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from zeor.comm.meshes import GPU, NODE, stages_of
+from zeor.memory.placed import is_placed
 from zeor.memory.roles import Sizes
 
 ONE = ("ranks",)
@@ -58,6 +61,18 @@ class Shape(NamedTuple):
         """Of the plan: `stage` and `across`, as shard() would read them on such ranks."""
         inside, across = stages_of(stage, self if self.mesh_dim_names != ONE else None, hierarchy)
         return {"stage": inside, "across": across}
+
+
+    def experts(self, model: nn.Module, dim: Any) -> Sizes:
+        """Ranks with the same experts, along each axis. `dim`: the DeviceMesh that zeor.shard is given as experts=."""
+        if not any(map(is_placed, model.parameters())):
+            raise ValueError("experts= was given, and no parameter of the model is a DTensor over it.")
+        count, names = dim.size(), tuple(reversed(self.mesh_dim_names))
+        along = names.index(dim.mesh_dim_names[0]) if (dim.mesh_dim_names or (None,))[0] in names else 0
+        if self.sizes[along] % count:
+            raise ValueError(f"experts= has {count} ranks, which do not divide the {self.sizes[along]} of {self}.")
+        left = [size // count if axis == along else size for axis, size in enumerate(self.sizes)]
+        return Sizes(*left)
 
 
 def _count(name: str, value: Any) -> int:

@@ -36,6 +36,9 @@ def show_start(
     frozen = sum(slot.param.numel() for slot in slots if slot.lane.grads is None)
     two = axes.across.size > 1
     stage, shape = (str(plan.stages), f" ({axes.across.size} x {axes.inside.size})") if two else (str(plan.stage), "")
+    if axes.experts is not None and axes.experts.tensor is not None:
+        [dim] = axes.experts.tensor.dims
+        shape += f", experts over {dim.name}={dim.size}"
     if axes.tensor is not None:
         shape += f" of {axes.whole.size} ({' x '.join(f'{axis.name}={axis.size}' for axis in axes.tensor.dims)})"
     where = f"{axes.everyone.size} rank(s){shape}, {devices.describe(axes.device)}, {axes.everyone.backend}"
@@ -93,7 +96,9 @@ def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimize
     native = axes.everyone.native_reduce and axes.device.type != "cpu"
     counted = replace(plan, offload=None) if automatic else plan
     source = Source(model, {"units": [unit.module for unit in units[1:] if unit.module is not None]})
-    found = predicted(source.model(setting_of(counted, axes.sizes, kind_of(optimizers), native, Loop()))).prediction
+    experts = None if axes.experts is None else axes.experts.sizes
+    setting = setting_of(counted, axes.sizes, kind_of(optimizers), native, Loop(), experts)
+    found = predicted(source.model(setting)).prediction
     told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments")})
     if automatic:
         told += "; master and moments are placed by what is free at the first step"

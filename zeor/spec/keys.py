@@ -39,6 +39,7 @@ class LaneKey:
     trainable: bool
     stays_whole: bool = False
     sums: tuple[int, ...] = ()  # mesh dimensions that are not ours: Note [Partial gradients] in memory/placed.py
+    experts: bool = False  # its axes are those of experts: Note [Axes] in comm/axes.py
 
     @property
     def coded(self) -> bool:
@@ -56,14 +57,15 @@ def lane_key(
     precision: Precision,
     small: int = 0,
     partial: tuple[int, ...] = (),
+    experts: bool = False,
 ) -> LaneKey:
     """compute: as the plan says, but norms with running statistics and non-floating parameters keep
     their own. master: fp32 or the parameter's own dtype if wider. A frozen parameter has none where compute holds
     every value its own dtype has; elsewhere one keeps it exact, for export and for the day it is unfrozen. `partial`:
-    the mesh dimensions along which the gradient of a plain parameter is partial."""
+    the mesh dimensions along which the gradient of a plain parameter is partial. `experts`: it is an expert's."""
     dtype, stays = param.dtype, param.numel() <= small
     if not dtype.is_floating_point:
-        return LaneKey(dtype, dtype, None, trainable=False, stays_whole=stays)
+        return LaneKey(dtype, dtype, None, False, stays, experts=experts)
     compute = precision.compute or dtype
     if any(getattr(module, "running_mean", None) is not None for module, _ in owners):
         compute = dtype
@@ -72,7 +74,7 @@ def lane_key(
         reduce = torch.float64  # a float64 model is there to be compared with; nothing may round it
     exact = torch.promote_types(dtype, compute)
     if not param.requires_grad:
-        return LaneKey(compute, reduce, None if exact == compute else exact, False, stays)
+        return LaneKey(compute, reduce, None if exact == compute else exact, False, stays, experts=experts)
     master = precision.master or torch.promote_types(exact, torch.float32)
     codes = code_dtype(owners)
-    return LaneKey(codes or compute, reduce, master, True, stays, replicated_dims(param) or partial)
+    return LaneKey(codes or compute, reduce, master, True, stays, replicated_dims(param) or partial, experts)

@@ -17,7 +17,7 @@ from torch import Size, nn
 
 from zeor.layout import Grid, LaneLayout, Span, lay_out
 from zeor.memory.lowrank import LowRank
-from zeor.memory.placed import held_shape
+from zeor.memory.placed import held_shape, is_placed
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
@@ -142,8 +142,9 @@ class LaneSpec:
 
     @property
     def adopts(self) -> bool:
-        """Gradients are kept as autograd made them: see Note [Adopted gradients] in grads.py."""
-        return self.grid.count == 1 and not self.column.grad_buffer and not self.key.sums
+        """Gradients are kept as autograd made them: see Note [Adopted gradients] in grads.py. Those of experts are
+        divided by the number of all ranks, though none has the same."""
+        return self.grid.count == 1 and not self.column.grad_buffer and not self.key.sums and not self.key.experts
 
     def held(self, role: str) -> int:
         """Elements on one rank, of any."""
@@ -172,17 +173,20 @@ def lane_spec(key: LaneKey, shapes: Sequence[Size], plan: Plan, sizes: Sizes, re
 
 
 def spec_units(
-    units: Sequence[UnitSpec], plan: Plan, sizes: Sizes, places: Places
+    units: Sequence[UnitSpec], plan: Plan, sizes: Sizes, places: Places, experts: Sizes | None = None
 ) -> list[list[tuple[LaneSpec, LaneRest]]]:
-    """The lanes of each unit as the engine will make them, with the places they are given."""
+    """The lanes of each unit as the engine will make them, with the places they are given. `experts`: the ranks along
+    the axes of parameters that are DTensors."""
     small, found = small_numel(plan, math.prod(sizes)), []
     for unit in units:
         by_key: dict[LaneKey, list[nn.Parameter]] = defaultdict(list)
         for _, param, owners in unit.params:
-            by_key[lane_key(param, owners, plan.precision, small)].append(param)
+            apart = experts is not None and is_placed(param)
+            by_key[lane_key(param, owners, plan.precision, small, experts=apart)].append(param)
         lanes = []
         for key, params in by_key.items():
             rest = places.of_lane(unit.name, key, params)
-            lanes.append((lane_spec(key, [held_shape(param) for param in params], plan, sizes, rest), rest))
+            along = experts if key.experts and experts is not None else sizes
+            lanes.append((lane_spec(key, [held_shape(param) for param in params], plan, along, rest), rest))
         found.append(lanes)
     return found

@@ -273,7 +273,7 @@ class Backward:
             for saw in self._saw:
                 saw(grad)
         grad = grad.detach()
-        if self._coords:
+        if self._coords or slot.placed is not None:
             grad = slot.part_of(grad, self._coords)
         complete = grads.collect(slot.index, grad, self.sync)
         self._reducer.new.add(slot)

@@ -112,8 +112,9 @@ class Engine:
         """A lane of these parameters with rank 0's values, and the user's objects over it."""
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
         rest = self.places.of_lane(name, key, values)
-        spec = lane_spec(key, [value.shape for value in values], self.plan, self.axes.sizes, rest)
-        lane = (CodedLane if key.coded else Lane)(spec, values, self.axes, self.ledger, rest)
+        axes = self.axes.of(key.experts)
+        spec = lane_spec(key, [value.shape for value in values], self.plan, axes.sizes, rest)
+        lane = (CodedLane if key.coded else Lane)(spec, values, axes, self.ledger, rest)
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
         lane.full.asks = functools.partial(_ask, weakref.ref(self), weakref.ref(unit))
@@ -382,7 +383,8 @@ class Engine:
         by_key: dict[LaneKey, list[Slot]] = {}
         for slot in members:
             like = slot.wrap(values[slot]).detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
-            key = lane_key(like, slot.owners, self.plan.precision, small, slot.partial) if slot.trains else lane.key
+            precision = self.plan.precision
+            key = lane_key(like, slot.owners, precision, small, slot.partial, slot.experts) if slot.trains else lane.key
             by_key.setdefault(key, []).append(slot)
         made = [
             self._make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()
@@ -395,7 +397,8 @@ class Engine:
         """RuntimeError where parameters are DTensors, for a verb that would take a part of one for the whole."""
         slot = next((slot for slot in self.slots if slot.placed is not None), None)
         if slot is not None:
-            raise RuntimeError(f"{what} Parameter {slot.name!r} is a DTensor, cut by tensor parallelism.")
+            by = "expert" if slot.experts else "tensor"
+            raise RuntimeError(f"{what} Parameter {slot.name!r} is a DTensor, cut by {by} parallelism.")
 
     # ---- bytes
 

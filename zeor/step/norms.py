@@ -98,8 +98,8 @@ class Norms:
         # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
         none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._axes.device)
         found = own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none)
-        if coords := self._axes.tensor_coords:  # the same elements on several ranks count once
-            found = [norm if slot.counts_on(coords) else none for norm, slot in zip(found, slots)]
+        # The same elements on several ranks count once.
+        found = [norm if slot.counts_on(slot.lane.axes.tensor_coords) else none for norm, slot in zip(found, slots)]
         local = torch.stack(found)
         whole = self._axes.whole
         if whole.size == 1:
@@ -108,8 +108,16 @@ class Norms:
             rows = verbs.gather_vector(whole, local, "norms of the gradients")
             return rows.sum(0) if ord == 0 else rows.amax(0) if ord > 0 else rows.amin(0)
         rows = verbs.gather_vector(whole, local.pow(ord), "norms of the gradients")
-        order = self._axes.whole_in_order(slots[0].lane.spec.grid)  # of the parts: the same whoever holds them
-        return rows[order].sum(0).pow(1.0 / ord)
+        return self._in_order(rows, slots).sum(0).pow(1.0 / ord)
+
+    @staticmethod
+    def _in_order(rows: Tensor, slots: Sequence[Slot]) -> Tensor:
+        """A row for each part of the gradients, in an order that is the same whoever holds them."""
+        orders = {slot.lane.axes: slot.lane.axes.whole_in_order(slot.lane.spec.grid) for slot in slots}
+        if len(orders) == 1:
+            return rows[next(iter(orders.values()))]
+        by_slot = torch.tensor([orders[slot.lane.axes] for slot in slots], device=rows.device)
+        return rows.gather(0, by_slot.T)
 
     def _places(self, slots: list[Slot]) -> list[int]:
         places = {slot: place for place, slot in enumerate(self._all)}

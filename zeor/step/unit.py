@@ -40,6 +40,7 @@ class Slot:
         # Mesh dimensions, of those that are not ours, along which the gradient of a plain parameter is partial: see
         # Note [Partial gradients] in memory/placed.py.
         self.partial: tuple[int, ...] = ()
+        self.experts = False  # it lies in a lane with the axes of experts: Note [Axes] in comm/axes.py
         self.param: nn.Parameter = param  # the user's own object
         self.held: Held  # what the parameter and its gradient ask
         self.unit: Unit

@@ -47,8 +47,9 @@ def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, table: T
                 "calls), so no rank could compute its part alone; use zeor.shard(..., stage=0), where every rank "
                 "updates the whole model, or an optimizer such as AdamW."
             )
-    if axes.tensor is not None:
-        _check_divided(optimizer, kinds, slots, [axis.name for axis in axes.tensor.dims])
+    beside = axes.tensor if axes.experts is None else axes.experts.tensor
+    if beside is not None:
+        _check_divided(optimizer, kinds, slots, [axis.name for axis in beside.dims])
     if cut:
         known = {id(slot.param): slot for slot in slots}
         for kind, group in zip(kinds, optimizer.param_groups):
@@ -60,7 +61,7 @@ def check_kind(optimizer: Optimizer, slots: Iterable[Slot], axes: Axes, table: T
 
 
 def _check_divided(optimizer: Optimizer, kinds: Sequence[Kind], slots: Iterable[Slot], dims: Sequence[str]) -> None:
-    """ValueError where the optimizer would look at what lies on other tensor-parallel ranks."""
+    """ValueError where the optimizer would look at what lies on ranks that have other parts of a parameter."""
     name, by_param = type(optimizer).__name__, {id(slot.param): slot for slot in slots}
     for kind, group in zip(kinds, optimizer.param_groups):
         if kind.coupled:
