@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeor.comm.agree import exchange, same_everywhere, together
-from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
+from zeor.comm.axes import Axes, TensorRanks, group_of, make_axis
+from zeor.comm.meshes import ranks_on
 from zeor.memory.placed import Placed, is_placed, local_tensor
 from zeor.plan import Plan
 
@@ -26,18 +27,12 @@ def tensor_ranks(model: nn.Module, axes: Axes, deterministic: bool, timeout: flo
     """The ranks beside this one, where the model has DTensors; TypeError, on every rank, where they cannot be taken.
     Ranks of all places along the mesh come here together."""
     placed = [(name, param) for name, param in model.named_parameters() if is_placed(param)]
-    ours = _ranks_of(axes.everyone)
+    ours = ranks_on(axes.everyone)
     together(axes.everyone, lambda: _check(placed, ours), "check of the model's DTensors", TypeError)
     same_everywhere(axes.everyone, "DTensors", [f"{name!r}: {param.placements}" for name, param in placed])  # type: ignore[attr-defined]
     if not placed:
         return None
     return _stand(placed[0][1].device_mesh, axes, deterministic, timeout)  # type: ignore[attr-defined]
-
-
-def _ranks_of(axis: Axis) -> list[int]:
-    if axis.gather is not None:
-        return list(dist.get_process_group_ranks(axis.gather))
-    return [dist.get_rank()] if dist.is_initialized() else [0]
 
 
 def _check(named: Sequence[tuple[str, Any]], ours: Sequence[int]) -> None:
