@@ -79,7 +79,7 @@ def united(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 FROM = Grid(2, 1, 2, 3)
 TO = [
-    Grid(1, 1, 1, 1), Grid(2, 2, 1, 1, "zbv"), Grid(1, 2, 2, 2), Grid(4, 1, 1, 3), Grid(1, 2, 1, 0),
+    Grid(1, 1, 1, 1), Grid(2, 2, 1, 1, "zbv"), Grid(1, 2, 2, 2), Grid(4, 1, 1, 3, micro=4), Grid(1, 2, 1, 0),
     Grid(2, 1, 1, 2, "interleaved"),
 ]  # fmt: skip
 
@@ -90,9 +90,14 @@ def test_a_checkpoint_loads_at_any_other_grid(ranks: Callable, tmp_path: Path) -
         agree(ranks(resumed, grid.world, str(tmp_path), grid), there)
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    (Grid(2, 1, 1, 3), Grid(1, 1, 1, 1)), (Grid(1, 1, 1, 3), Grid(2, 1, 2, 2, "zbv")), (Grid(2, 1, 2, 1), Grid(4, 1, 1, 3)),
-], ids=str)  # fmt: skip
+ACROSS = [
+    (Grid(2, 1, 1, 3), Grid(1, 1, 1, 1)),
+    (Grid(1, 1, 1, 3), Grid(2, 1, 2, 2, "zbv")),
+    (Grid(2, 1, 2, 1), Grid(4, 1, 1, 3, micro=4)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), ACROSS, ids=str)
 def test_the_optimizer_goes_on_at_another_grid(ranks: Callable, tmp_path: Path, before: Grid, after: Grid) -> None:
     """Within 1e-10 of what one run would have been; tensor parallelism and micro-batches round in another order."""
     ranks(saved, before.world, str(tmp_path), before)
@@ -108,7 +113,10 @@ def through(folder: str, grid: Grid, asynchronous: bool) -> bool:
     return bits(resumed(folder, grid)["after"]) == after
 
 
-@pytest.mark.parametrize(("grid", "asynchronous"), [(Grid(2, 1, 2, 3), True), (Grid(2, 2, 1, 2, "zbv"), False)], ids=str)
+SAME = [(Grid(2, 1, 2, 3), True), (Grid(2, 2, 1, 2, "zbv"), False)]
+
+
+@pytest.mark.parametrize(("grid", "asynchronous"), SAME, ids=str)
 def test_a_resumed_run_goes_on_in_the_same_bits(
     ranks: Callable, tmp_path: Path, grid: Grid, asynchronous: bool
 ) -> None:
@@ -158,7 +166,7 @@ def test_all_stages_are_exported_as_one_model(ranks: Callable, tmp_path: Path, g
     )
     plain = made()
     plain.load_state_dict(found, strict=False)
-    assert differs(dict(plain.named_parameters()), found) == 0
+    assert differs({name: value.detach() for name, value in plain.named_parameters()}, found) == 0
 
 
 def from_files(folder: str, grid: Grid) -> tuple[dict[str, bytes], list[float]]:
@@ -241,7 +249,7 @@ def named(folder: str) -> dict[str, str]:
 
 
 SAID = {
-    "local names": "ValueError: 'layers.0.weight' is one tensor beside stage 0 of the pipeline and another beside stage 1",
+    "local names": "ValueError: 'layers.0.weight' is one tensor beside stage 0 of the pipeline and another beside",
     "local load": "ValueError: 'layers.0.weight' is one tensor",
     "buffers": "ValueError: 'mark' is one tensor beside stage 0 of the pipeline and another beside stage 1",
     "no name": "TypeError: names(",

@@ -1,7 +1,7 @@
 """A small language model on a mesh of pipeline, data-parallel and tensor-parallel ranks, and in one process.
 
-A `Grid` says on which mesh and how; `Run` is a rank's part of it. The stages of a pipeline keep the whole model's names,
-as torch's own splits do: what is saved by one grid is loaded by any other, and by the plain model.
+A `Grid` says on which mesh and how; `Run` is a rank's part of it. The stages of a pipeline keep the names of the whole
+model, as torch's own splits do: what is saved by one grid is loaded by any other, and by the plain model.
 """
 
 from __future__ import annotations
@@ -199,4 +199,4 @@ def differs(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - wanted[name]).abs().max()) for name in found)
 
 
-__all__ = ["BLOCKS", "CLIP", "Grid", "Run", "WIDTH", "batch", "cut", "differs", "loss_of", "made", "reference"]
+__all__ = ["BLOCKS", "CLIP", "WIDTH", "Grid", "Run", "batch", "cut", "differs", "loss_of", "made", "reference"]

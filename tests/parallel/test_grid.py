@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from tests.parallel.grid import Grid, Run, differs, reference
 
 STEPS = 3
