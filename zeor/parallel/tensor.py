@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeor.comm.agree import exchange, same_everywhere, together
-from zeor.comm.axes import Axes, TensorRanks, group_of, make_axis
+from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
 from zeor.comm.meshes import ranks_on
 from zeor.memory.placed import Placed, is_placed, local_tensor
 from zeor.plan import Plan
@@ -71,7 +71,7 @@ def _stand(mesh: Any, axes: Axes, deterministic: bool, timeout: float) -> Tensor
         axis.name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"tensor {dim}"
         dims.append(axis)
     beside = sorted(mesh.mesh.flatten().tolist())
-    rows = exchange(everyone, beside, "exchange about the mesh of the model's DTensors")
+    rows = _rows(everyone, beside)
     ranks = sorted({rank for row in rows for rank in row})
     coords = tuple(mesh.get_coordinate())
     if len(ranks) != everyone.size * len(beside):
@@ -86,9 +86,19 @@ def _stand(mesh: Any, axes: Axes, deterministic: bool, timeout: float) -> Tensor
     for coordinate, axis in zip(coords, dims):
         place = place * axis.size + coordinate
     found = exchange(whole, [place, everyone.rank], "exchange about the places of ranks")
+    if whole.fake:
+        found = [[other, rank] for other in range(len(beside)) for rank in range(everyone.size)]
     if len(set(map(tuple, found))) != whole.size or len(found) != everyone.size * math.prod(axis.size for axis in dims):
         raise TypeError("The model's DTensors and the ranks that zeor was given do not stand on one grid of ranks.")
     return TensorRanks(tuple(dims), coords, whole, tuple((beside, ours) for beside, ours in found))
+
+
+def _rows(everyone: Axis, beside: list[int]) -> list[list[int]]:
+    """The ranks beside each of ours. In an imagined world nobody answers: there they lie as they do here."""
+    if not everyone.fake:
+        return exchange(everyone, beside, "exchange about the mesh of the model's DTensors")
+    ours = ranks_on(everyone)
+    return [[rank + other - ours[everyone.rank] for rank in beside] for other in ours]
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
