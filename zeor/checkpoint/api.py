@@ -18,9 +18,10 @@ from zeor.checkpoint import save as saving
 from zeor.checkpoint.files.errors import all_there, lost_peers
 from zeor.checkpoint.files.urls import Place, place_of, shown
 from zeor.checkpoint.load import Loaded, What
-from zeor.checkpoint.run import run_of
+from zeor.checkpoint.run import TrainingRun, run_of
 from zeor.checkpoint.save import Destination, SaveRequest
 from zeor.checkpoint.saver import Saving, saver_of
+from zeor.comm.agree import same_everywhere
 
 log = logging.getLogger("zeor")
 
@@ -81,9 +82,19 @@ def save(  # noqa: PLR0913 (public: each option is a keyword)
     run.announce_if_joining("zeor.save")
     with lost_peers(run.everyone, *request.to.lost_words):
         all_there(run.everyone, "zeor.save")
+        _as_one(run, folder)
         saver = saver_of(run)
         request = saver.after_last(request, refuse=busy == "raise")
         return saver.start(run, request) if asynchronous else saving.save(run, request)
+
+
+def _as_one(run: TrainingRun, folder: Any) -> None:
+    """Stages of a pipeline are saved and loaded as one model: ValueError, on every rank, where they are none."""
+    if not run.stages:
+        return
+    kinds = [f"optimizer {number}: {type(each.optimizer).__name__}" for number, each in enumerate(run.steppers)]
+    same_everywhere(run.everyone, "folders and optimizers, which are one for all stages,", [shown(str(folder)), *kinds])
+    run.learn_names()
 
 
 def _request(folder: Any, step: Any, extra: Any, data: Any, keep: Any) -> SaveRequest:
@@ -152,6 +163,7 @@ def load(  # noqa: PLR0913 (public: each option is a keyword)
     run.announce_if_joining("zeor.load")
     with lost_peers(run.everyone, f"Loading {shown(str(folder))}", "Nothing of the run has changed."):
         all_there(run.everyone, "zeor.load")
+        _as_one(run, folder)
         saver_of(run).settle()  # what is being written may be the latest
         loaded = loading.load(run, place_of(folder), extra, data, What(strict, only is not None))
     if run.everyone.rank == 0:

@@ -22,7 +22,6 @@ from zeor.checkpoint.files.manifest import PARAM, RESIDUAL, Stored, role_of
 from zeor.checkpoint.files.writer import Source
 from zeor.layout import Segment
 from zeor.layout.boxes import Box, boxes_of_range
-from zeor.model.discover import named_owners
 from zeor.optim.parts.pieces import Piece
 from zeor.spec.lane_spec import RESIDUAL as KEPT_DTYPE
 from zeor.step.lane import Lane
@@ -150,29 +149,6 @@ def exact_part(lane: Lane, segment: Segment) -> Tensor:
     into = torch.empty(segment.numel, dtype=lane.master.dtype, device=lane.axes.device)
     lane.read_master(segment, into)
     return into
-
-
-def parameter_names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """(the name of each parameter by id, the other names of tied ones)."""
-    names, aliases = {}, {}
-    modules = {module: prefix for prefix, module in model.named_modules()}
-    for name, param, owners in named_owners(model):
-        names[id(param)] = name
-        for module, attr in owners:
-            other = f"{modules[module]}.{attr}" if modules[module] else attr
-            if other != name:
-                aliases[other] = name
-    return names, aliases
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers a state dict holds, under their first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for prefix, module in model.named_modules():
-        for attr, buffer in module._buffers.items():
-            if buffer is not None and attr not in module._non_persistent_buffers_set:
-                found.setdefault(id(buffer), (f"{prefix}.{attr}" if prefix else attr, buffer))
-    return dict(found.values())
 
 
 # ---- optimizers

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +75,11 @@ class Load:
         self._weights_only = what.weights_only
         self.path, self.manifest = opened.path, opened.manifest
         self._stored = self.manifest.by_key()
-        for name in parts.persistent_buffers(run.model):  # a state dict of others does not say what is a buffer
+        for name in run.buffers:  # a state dict of others does not say what is a buffer
             if (PARAM, name) in self._stored and (BUFFER, name) not in self._stored:
                 self._stored[BUFFER, name] = self._stored.pop((PARAM, name))
         self._needs: dict[tuple[str, str], Need] = {}  # whole tensors of plain values
-        shared = bool(run.divided) or any(slot.lane.fine != slot.lane.updated for slot in run.slots)
+        shared = bool(run.divided or run.stages) or any(slot.lane.fine != slot.lane.updated for slot in run.slots)
         alone = run.everyone.size == 1 or not shared
         self.staging = Staging(files, self.manifest, alone)
         self._pieces: dict[int, list[Piece]] = {}  # by optimizer, on their way to it
@@ -87,6 +87,7 @@ class Load:
         self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self._wire: Wire | None = None  # that wire="auto" chose
+        self._elsewhere = run.naming.known
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
@@ -121,7 +122,9 @@ class Load:
         world = self.manifest.world
         if self._weights_only:
             return False  # random generators stay
-        same = world == self.run.everyone.size and self.manifest.state.get("divided", []) == self.run.divided
+        state, run = self.manifest.state, self.run
+        there = [world, state.get("divided", []), state.get("stages", [])]
+        same = there == [run.everyone.size, run.divided, run.stages]
         return same and isinstance(rng, list) and len(rng) == world
 
     @property
@@ -170,7 +173,7 @@ class Load:
         for name, param in self.run.plain_params.items():
             known.add(name)
             self._plan_whole(PARAM, name, param)
-        self.unexpected += [n for role, n in self._stored if role == PARAM and n not in known]
+        self.unexpected += [n for role, n in self._stored if role == PARAM and not self._is_known(n, known)]
 
     def _plan_residual(self, slot: Slot, stored: Stored) -> None:
         """What was left out of gradients is added to the next, by whatever wire that travels. The sum over ranks was to
@@ -187,10 +190,14 @@ class Load:
                 self.staging.add(each, take)
 
     def _plan_buffers(self) -> None:
-        buffers = parts.persistent_buffers(self.run.model)
+        buffers = self.run.buffers
         for name, buffer in buffers.items():
             self._plan_whole(BUFFER, name, buffer)
-        self.unexpected += [n for role, n in self._stored if role == BUFFER and n not in buffers]
+        self.unexpected += [n for role, n in self._stored if role == BUFFER and not self._is_known(n, buffers)]
+
+    def _is_known(self, name: str, here: Container[str]) -> bool:
+        """To this rank's part of the model, or to another stage's."""
+        return name in here or name in self._elsewhere
 
     def _plan_whole(self, role: str, name: str, tensor: Tensor) -> None:
         """A plain tensor of the model, the same on every rank."""
@@ -272,6 +279,8 @@ class Load:
         ours = [{self.run.names[id(p)] for p in group["params"]} for group in stepper.optimizer.param_groups]
         if theirs == ours:
             return list(saved["groups"])
+        if self.run.stages and (matched := self._groups_of_stages(saved["groups"], ours)) is not None:
+            return matched
         if self.strict:
             raise CheckpointError(
                 f"{self.path}: the groups of optimizer {number} ({saved['class']}) hold other parameters than those of "
@@ -282,6 +291,21 @@ class Load:
                 key=lambda old: len(names & set(old["params"])))
             for names in ours
         ]  # fmt: skip
+
+    def _groups_of_stages(self, saved: list[Any], ours: list[set[str]]) -> list[dict[str, Any] | None] | None:
+        """A stage has a part of the whole model's groups. None where these are others."""
+        here = {self.run.names[id(slot.param)] for slot in self.run.slots}
+        theirs = [(group, set(group["params"]) & here) for group in saved]
+        matched: list[dict[str, Any] | None] = []
+        left = [(group, names) for group, names in theirs if names]
+        for place, names in enumerate(ours):
+            if not names:
+                matched.append(saved[place] if len(saved) == len(ours) else None)
+            elif left and left[0][1] == names:
+                matched.append(left.pop(0)[0])
+            else:
+                return None
+        return None if left else matched
 
     def _plan_optimizer(self, number: int, stepper: Any, saved: dict[str, Any]) -> None:
         """This rank's pieces of an optimizer's state, each with what must be read for it."""

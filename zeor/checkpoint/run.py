@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from zeor.access.sharded import ATTRIBUTE
-from zeor.checkpoint.contents import parameter_names
 from zeor.checkpoint.files.branches import Lineage
 from zeor.checkpoint.weights.live import LiveModel
+from zeor.checkpoint.weights.naming import Naming, naming_of, state_around
 from zeor.step.engine import Engine
 
 _lineages: weakref.WeakKeyDictionary[Engine, Lineage] = weakref.WeakKeyDictionary()
@@ -24,20 +23,20 @@ def carry_over(old: Engine, new: Engine) -> None:
 
 
 class TrainingRun(LiveModel):
-    def __init__(self, model: nn.Module, engine: Engine, steppers: Sequence[Any]):
-        super().__init__(engine)
-        self.model, self.steppers = model, steppers
-        self.names, self.aliases = parameter_names(model)
+    def __init__(self, model: nn.Module, engine: Engine, naming: Naming, steppers: Sequence[Any]):
+        super().__init__(engine, naming)
+        self.steppers = steppers
+        self.names, self.aliases, self.buffers = naming.params, naming.aliases, naming.buffers
         self.stage = engine.plan.stage
         self.lineage = _lineages.setdefault(engine, Lineage())
         # Beside a drop-in optimizer a model may have parameters that nobody shards.
         sharded = {id(slot.param) for slot in self.slots}
-        self.plain_params = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
+        self.plain_params = {name: param for name, param in model.named_parameters() if id(param) not in sharded}
 
 
 def run_of(model: nn.Module, optimizer: Any) -> TrainingRun:
     """The run a model and its optimizers are: sharded together, or a plain model with a drop-in optimizer."""
-    state = vars(model).get(ATTRIBUTE)
+    state = state_around(model)
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     if state is not None:
         if state.shown:
@@ -46,11 +45,12 @@ def run_of(model: nn.Module, optimizer: Any) -> TrainingRun:
         for each in given:
             if id(each) not in known:
                 raise ValueError(f"This {type(each).__name__} was not sharded with the model; zeor.shard both first.")
-        return TrainingRun(model, state.engine, [known[id(each)] for each in given] if given else state.steppers)
+        chosen = [known[id(each)] for each in given] if given else state.steppers
+        return TrainingRun(model, state.engine, naming_of(model, state), chosen)
     steppers = [getattr(each, "_zeor", None) for each in given]
     if len(steppers) != 1 or steppers[0] is None:
         raise ValueError(
             "This model is not sharded; call zeor.shard(model, optimizer) first, or give the one zeor.optim optimizer "
             "that trains it."
         )
-    return TrainingRun(model, steppers[0].engine, steppers)
+    return TrainingRun(model, steppers[0].engine, naming_of(model, None), steppers)

@@ -33,11 +33,13 @@ from zeor.checkpoint.files.manifest import BUFFER, EXTRA, PARAM, RNG, Branch, Fi
 from zeor.checkpoint.files.store import clean, disk_of
 from zeor.checkpoint.files.urls import Place, shown
 from zeor.checkpoint.files.writer import Source, write_file
+from zeor.checkpoint.joined import joined
 from zeor.checkpoint.run import TrainingRun
 from zeor.comm.agree import exchange, raise_first
 from zeor.comm.axes import Axis
 from zeor.layout.boxes import Box
 from zeor.optim.ema import EMA
+from zeor.step.unit import Slot
 
 EVERY_SECONDS = 10.0  # a line about a save that goes on
 
@@ -148,30 +150,35 @@ def collect(run: TrainingRun, extra: Mapping[str, Any] | None, data: Any) -> par
     run.drain()
     run.unfilled.check()
     rank, found = run.everyone.rank, parts.Contents()
-    written = parts.writers(run.slots, run.tensor_coords)
+    written = _written(run)
     parts.add_parameters(found, list(written.values()), run.names)
     parts.add_residuals(found, list(written.values()), run.names)
-    if rank == 0:
+    if run.holders.rank == 0:
         for name, param in run.plain_params.items():
             found.add_whole((PARAM, name), param)
-        for name, buffer in parts.persistent_buffers(run.model).items():
-            found.add_whole((BUFFER, name), buffer)
+        for name in run.naming.written_buffers:
+            found.add_whole((BUFFER, name), run.buffers[name])
     for number, stepper in enumerate(run.steppers):
         parts.add_optimizer(found, number, stepper, written, run.names)
     found.values["rng"] = found.encode(RNG, f"rank {rank}", rng_state(run.everyone.device))
-    found.values["reads"] = None if any(run.tensor_coords) else run.shards.rank  # which part of the data
+    found.values["reads"] = run.shards.rank if run.reads_data else None  # which part of the data
     if data is not None and found.values["reads"] is not None:
         found.values["data"] = found.encode(EXTRA, f"data of rank {rank}", parts.state_of_object(data, "data"))
     add_extra(found, run, extra or {})
-    if rank == 0:
+    if run.holders.rank == 0:
         found.values["model"] = _model(run)
     return found
 
 
+def _written(run: TrainingRun) -> dict[str, Slot]:
+    """The parameters of which this rank writes its part, by the name of their slot."""
+    slots = [slot for slot in run.slots if id(slot.param) not in run.naming.copies]
+    return parts.writers(slots, run.tensor_coords)
+
+
 def add_extra(found: parts.Contents, run: TrainingRun, extra: Mapping[str, Any]) -> None:
     """Every rank's part of the averages in it, and rank 0's of the rest."""
-    rank, plain_extra = run.everyone.rank, {}
-    written = parts.writers(run.slots, run.tensor_coords)
+    rank, plain_extra, written = run.everyone.rank, {}, _written(run)
     for key, value in extra.items():
         if isinstance(value, EMA):
             plain_extra[key] = parts.add_average(found, key, value, written, run.names)
@@ -182,7 +189,8 @@ def add_extra(found: parts.Contents, run: TrainingRun, extra: Mapping[str, Any])
 
 
 def _model(run: TrainingRun) -> dict[str, Any]:
-    """What rank 0 says of the model; taken when the save is called, for the model may change while it is written."""
+    """What the first rank of a model, or of some stages of one, says of it; taken when the save is called, for the
+    model may change while it is written."""
     params = {
         run.names[id(slot.param)]: {"dtype": str(slot.dtype).removeprefix("torch."), "trains": slot.param.requires_grad}
         for slot in run.slots
@@ -190,8 +198,13 @@ def _model(run: TrainingRun) -> dict[str, Any]:
     software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.stage}
     found = {"params": params, "aliases": run.aliases, "software": software, "averaged_over": run.averaged_over}
     wire = run.chosen_wire()
-    found |= {} if wire is None else {"wire": wire}
-    return {**found, "divided": run.divided} if run.divided else found
+    if wire is not None:
+        found["wire"] = wire
+    if run.divided:
+        found["divided"] = run.divided
+    if run.stages:
+        found["stages"] = run.stages
+    return {"first": run.naming.first_stage, "said": found}
 
 
 # ---- steps 1 to 5
@@ -283,26 +296,7 @@ def _manifest(site: per_host.Site, everyone: list[dict[str, Any]], branch: Branc
             tensor = stored.setdefault((role, name), Stored(role, name, tuple(shape), dtype, []))
             assert (tensor.shape, tensor.dtype) == (tuple(shape), dtype), (role, name)
             tensor.pieces.extend(StoredPiece(index[rank], Box(tuple(begin), tuple(length))) for begin, length in boxes)
-    state = _state([each["values"] for each in everyone])
+    state = joined([each["values"] for each in everyone])
     if site.apart:
         state["hosts"] = site.leads
     return Manifest(site.attempt.step, len(everyone), files, list(stored.values()), state, branch=branch)
-
-
-def _state(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """The plain values of all ranks, put together."""
-    optimizers = []
-    for number, first in enumerate(values[0].get("optimizers", [])):
-        merged = {**first, "keys": {}, "scalars": {}}
-        for rank in values:
-            merged["keys"].update(rank["optimizers"][number]["keys"])
-            merged["scalars"].update(rank["optimizers"][number]["scalars"])
-        optimizers.append(merged)
-    readers = sorted((rank for rank in values if rank["reads"] is not None), key=lambda rank: rank["reads"])
-    return {
-        **values[0]["model"],
-        "optimizers": optimizers,
-        "rng": [rank.get("rng") for rank in values],
-        "data": [rank.get("data") for rank in readers],
-        "extra": values[0].get("extra", {}),
-    }

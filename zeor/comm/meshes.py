@@ -63,6 +63,13 @@ def ranks_of(mesh: Any) -> list[int]:
     return list(range(dist.get_world_size())) if dist.is_available() and dist.is_initialized() else [0]
 
 
+def ranks_on(axis: Axis) -> list[int]:
+    """The ranks of an axis, as the default group counts them."""
+    if axis.gather is not None:
+        return list(dist.get_process_group_ranks(axis.gather))
+    return [dist.get_rank()] if dist.is_initialized() else [0]
+
+
 def _described(mesh: Any, hierarchy: int | str | None) -> tuple[tuple[str, ...], Table]:
     """The names of the axes, outermost first, and the ranks of a mesh of two."""
     if hierarchy is not None:

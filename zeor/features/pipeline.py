@@ -13,13 +13,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeor.access.sharded import Sharded, stage_of
 from zeor.comm import verbs
-from zeor.comm.agree import together
-from zeor.comm.axes import Axis, make_axis
+from zeor.comm.agree import exchange, together
+from zeor.comm.axes import Axes, Axis, group_of, make_axis
+from zeor.comm.meshes import ranks_on
 from zeor.features.stages import KEEPS, Local, bind
 from zeor.features.ties import Ties, places_of
 from zeor.step.unit import Slot
@@ -28,7 +29,8 @@ _INITIALIZERS = ("_initialize_stage", "_initialize_stages")  # where torch finds
 
 
 def pipeline(
-    schedule: Any, keep: str = "step", *, reduce: str = "step", tied: Sequence[Any] | None = None
+    schedule: Any, keep: str = "step", *, reduce: str = "step", tied: Sequence[Any] | None = None,
+    names: Callable[[int, str], str] | None = None,
 ) -> Any:  # fmt: skip
     """Run the stages of a schedule of torch.distributed.pipelining with their parameters, gradients and optimizer state
     sharded. Each was given to `zeor.shard(stage, optimizer, mesh=mesh["dp"])` before; several on one rank together, as
@@ -42,20 +44,25 @@ def pipeline(
     tied=None        parameters of two stages that are one: ("embed.weight", "head.weight") for the first and the last
                      stage, or ((0, "embed.weight"), (3, "head.weight")). None: an embedding that holds the same values
                      as a parameter of another stage is refused; [] says that there are none.
+    names=None       what a parameter or buffer of a stage is called in the whole model: `names(stage, name)`. None: as
+                     in its stage. zeor.save, zeor.load, zeor.export and zeor.load_pretrained are of all stages
+                     together, by these names; every rank of all stages calls them.
 
     Then `schedule.step(...)`, `zeor.clip_grad_norm_(stages, 1.0)` (the norm over all stages), `optimizer.step()` and
     `optimizer.zero_grad()` as ever. Gradients are divided by the number of micro-batches where the schedule was made
     with scale_grads=True, its default.
     """
-    return Pipeline(schedule, keep, reduce, tied).schedule
+    return Pipeline(schedule, keep, reduce, tied, names).schedule
 
 
 class Pipeline:
     """What one rank runs of a pipeline."""
 
-    def __init__(self, schedule: Any, keep: str, reduce: str, tied: Sequence[Any] | None):
+    def __init__(
+        self, schedule: Any, keep: str, reduce: str, tied: Sequence[Any] | None, names: Callable[[int, str], str] | None
+    ):
         _check_options(schedule, keep, reduce)
-        self.schedule = schedule
+        self.schedule, self._names = schedule, names
         self.stages = _stages_of(schedule)
         first = self.stages[0]
         self.axis: Axis = make_axis(first.group, torch.device(first.device), False, 600.0)
@@ -73,6 +80,7 @@ class Pipeline:
             by_stage[stage.stage_index] = local
         self.ties = Ties(self.stages, by_stage, places, self.axis)
         self.ties.check(undeclared=tied is None)
+        self.everyone = _everyone(self.axis, self.locals[0].engine.axes)  # the ranks of all stages
         for stage in self.stages:
             bind(stage, by_stage[stage.stage_index])
         for local in self.locals:
@@ -95,6 +103,27 @@ class Pipeline:
                     "compiled modules refuse; leave compile= out, or use a 1F1B schedule."
                 )
         return found, places
+
+    # ---- the stages as one model
+
+    @property
+    def indices(self) -> list[int]:
+        """The numbers of this rank's stages, ascending."""
+        return sorted(stage.stage_index for stage in self.stages)
+
+    def modules(self) -> list[tuple[int, nn.Module]]:
+        """This rank's stages in the order of the model."""
+        by_index = {stage.stage_index: stage.submod for stage in self.stages}
+        return [(index, by_index[index]) for index in self.indices]
+
+    def name(self, stage: int, name: str) -> str:
+        """What a parameter or buffer of a stage is called in the whole model."""
+        if self._names is None:
+            return name
+        found = self._names(stage, name)
+        if not isinstance(found, str) or not found:
+            raise TypeError(f"names({stage}, {name!r}) of zeor.pipeline gave {found!r}; it must give a name.")
+        return found
 
     # ---- the schedule's own methods
 
@@ -168,6 +197,19 @@ class Pipeline:
         rows = verbs.gather_vector(self.axis, here, "norm over the stages of a pipeline").flatten()
         total: Tensor = rows.sum() if ord == 0 else torch.linalg.vector_norm(rows, ord)
         return total.to(norms[0].dtype if norms else torch.float32)
+
+
+def _everyone(stages: Axis, axes: Axes) -> Axis:
+    """The ranks of all stages: along the pipeline each rank speaks for those that hold the same stage."""
+    own = axes.whole
+    if stages.size == 1 or stages.fake:
+        return own
+    told = exchange(stages, ranks_on(own), "exchange about the ranks of a pipeline's stages")
+    ranks = sorted({rank for each in told for rank in each})
+    found = make_axis(group_of(ranks), axes.device, False, own.timeout)
+    found.name = f"{stages.name} x {own.name}"
+    found.observer, found.standing = axes.everyone.observer, axes.everyone.standing
+    return found
 
 
 def _gather_early(schedule: Any, locals_: dict[int, Local]) -> None:

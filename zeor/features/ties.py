@@ -91,17 +91,21 @@ class Ties:
     def _are_one(self, first: Place, second: Place) -> bool:
         return first in self._slots and self._slots[first] is self._slots.get(second)
 
+    def originals(self) -> dict[Slot, Place]:
+        """For each parameter here that is tied to one of an earlier stage: which that is."""
+        return {self._slots[second]: first for first, second in self._ties if second in self._slots}
+
     # ---- what was told, and what was not
 
     def check(self, undeclared: bool) -> None:
         """ValueError, on every rank of the pipeline, where tied parameters differ or, `undeclared`, where an embedding
         is tied without being told. A collective."""
         mine = [
-            [place.stage, place.name, list(slot.shape), isinstance(slot.owners[0][0], nn.Embedding), slot.trains]
+            [place.stage, place.name, _shape(slot), isinstance(slot.owners[0][0], nn.Embedding), slot.trains]
             for place, slot in self._slots.items()
             if len(slot.shape) >= 2 or any(place in tie for tie in self._ties)
         ]
-        found: dict[Place, tuple[list[int], bool, bool]] = {}
+        found: dict[Place, tuple[str, bool, bool]] = {}
         for told in exchange(self._axis, mine, "shapes of the stages of a pipeline"):
             found |= {Place(stage, name): (shape, embeds, trains) for stage, name, shape, embeds, trains in told}
         self._check_shapes(found)
@@ -112,14 +116,14 @@ class Ties:
             digests |= {Place(stage, name): digest for stage, name, digest in told}
         self._compare(pairs, digests)
 
-    def _check_shapes(self, found: dict[Place, tuple[list[int], bool, bool]]) -> None:
+    def _check_shapes(self, found: dict[Place, tuple[str, bool, bool]]) -> None:
         for tie in self._ties:
             for place in tie:
                 if place not in found:
                     raise ValueError(f"tied= names parameter {place}, which that stage does not have.")
             (shape, _, trains), (other, _, its) = (found[place] for place in tie)
             if shape != other or trains != its:
-                what = f"the shapes {tuple(shape)} and {tuple(other)}" if shape != other else "one frozen, one not"
+                what = f"the shapes {shape} and {other}" if shape != other else "one frozen, one not"
                 raise ValueError(f"tied= names {tie[0]} and {tie[1]}, which cannot be one parameter: {what}.")
 
     @torch.no_grad()
@@ -159,6 +163,8 @@ class Ties:
             here = {place: other for place, other in ((first, second), (second, first)) if place in self._slots}
             if not any(self._locals[place.stage].reduces for place in here):
                 continue
+            if any(self._slots[place].lane.grads is None for place in here):
+                continue  # frozen: both are
             own = {place: self._unreduced(place).clone() for place in here}
             for place, other in here.items():
                 grad = own[other] if other in own else self._swap(place, other, own[place])
@@ -180,7 +186,12 @@ class Ties:
         return received
 
 
-def _suspects(found: dict[Place, tuple[list[int], bool, bool]], ties: Sequence[Tie]) -> list[Tie]:
+def _shape(slot: Slot) -> str:
+    """And how tensor parallelism has cut it: each rank hands its part to the one at the same place."""
+    return f"{slot.whole_shape}{f' as {slot.placed.describe()}' if slot.placed else ''}"
+
+
+def _suspects(found: dict[Place, tuple[str, bool, bool]], ties: Sequence[Tie]) -> list[Tie]:
     """Step 2 of the Note."""
     told = {place for tie in ties for place in tie}
     left = sorted((place, *found[place]) for place in found if place not in told)

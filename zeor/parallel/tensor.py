@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeor.comm.agree import exchange, same_everywhere, together
 from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
+from zeor.comm.meshes import ranks_on
 from zeor.memory.placed import Placed, is_placed, local_tensor
 from zeor.plan import Plan
 
@@ -26,18 +27,12 @@ def tensor_ranks(model: nn.Module, axes: Axes, deterministic: bool, timeout: flo
     """The ranks beside this one, where the model has DTensors; TypeError, on every rank, where they cannot be taken.
     Ranks of all places along the mesh come here together."""
     placed = [(name, param) for name, param in model.named_parameters() if is_placed(param)]
-    ours = _ranks_of(axes.everyone)
+    ours = ranks_on(axes.everyone)
     together(axes.everyone, lambda: _check(placed, ours), "check of the model's DTensors", TypeError)
     same_everywhere(axes.everyone, "DTensors", [f"{name!r}: {param.placements}" for name, param in placed])  # type: ignore[attr-defined]
     if not placed:
         return None
     return _stand(placed[0][1].device_mesh, axes, deterministic, timeout)  # type: ignore[attr-defined]
-
-
-def _ranks_of(axis: Axis) -> list[int]:
-    if axis.gather is not None:
-        return list(dist.get_process_group_ranks(axis.gather))
-    return [dist.get_rank()] if dist.is_initialized() else [0]
 
 
 def _check(named: Sequence[tuple[str, Any]], ours: Sequence[int]) -> None:
@@ -77,7 +72,7 @@ def _stand(mesh: Any, axes: Axes, deterministic: bool, timeout: float) -> Tensor
         axis.name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"tensor {dim}"
         dims.append(axis)
     beside = sorted(mesh.mesh.flatten().tolist())
-    rows = exchange(everyone, beside, "exchange about the mesh of the model's DTensors")
+    rows = _rows(everyone, beside)
     ranks = sorted({rank for row in rows for rank in row})
     coords = tuple(mesh.get_coordinate())
     if len(ranks) != everyone.size * len(beside):
@@ -92,9 +87,19 @@ def _stand(mesh: Any, axes: Axes, deterministic: bool, timeout: float) -> Tensor
     for coordinate, axis in zip(coords, dims):
         place = place * axis.size + coordinate
     found = exchange(whole, [place, everyone.rank], "exchange about the places of ranks")
+    if whole.fake:
+        found = [[other, rank] for other in range(len(beside)) for rank in range(everyone.size)]
     if len(set(map(tuple, found))) != whole.size or len(found) != everyone.size * math.prod(axis.size for axis in dims):
         raise TypeError("The model's DTensors and the ranks that zeor was given do not stand on one grid of ranks.")
     return TensorRanks(tuple(dims), coords, whole, tuple((beside, ours) for beside, ours in found))
+
+
+def _rows(everyone: Axis, beside: list[int]) -> list[list[int]]:
+    """The ranks beside each of ours. In an imagined world nobody answers: there they lie as they do here."""
+    if not everyone.fake:
+        return exchange(everyone, beside, "exchange about the mesh of the model's DTensors")
+    ours = ranks_on(everyone)
+    return [[rank + other - ours[everyone.rank] for rank in beside] for other in ours]
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:

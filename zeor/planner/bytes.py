@@ -24,6 +24,7 @@ from zeor.plan import Offload, Plan, Precision, nearest
 from zeor.planner import automatic
 from zeor.planner.kept import keeping, most, needs
 from zeor.planner.machine import Along, Machine
+from zeor.planner.mesh_part import parts_of
 from zeor.planner.peaks import (
     Model,
     accumulated_nbytes,
@@ -43,7 +44,10 @@ _OF_PLAN = (
     "prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile", "wire",
 )  # fmt: skip
 _LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline")
-_OPTIONS = ("units", "hierarchy", "experts", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_OF_PLAN)
+_MESH = ("pp", "tp", "cut")
+_OPTIONS = (
+    "units", "hierarchy", "experts", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_MESH, *_OF_PLAN,
+)  # fmt: skip
 CONTEXT_NBYTES = 1 << 30  # of a device that is no allocator's: the driver's context, and libraries' own memory
 _ENDLESS = 1 << 60
 HOLES = 0.02  # of a device's memory, left for what lies between the allocator's blocks: as in features/keeping.py
@@ -128,6 +132,11 @@ def predict(
     pipeline="step" or "action": the model is one stage of a pipeline, run with this keep= (zeor.pipeline); gradients
     are summed whole, unless sums_each=True stands for its reduce="action". Activations are those of one micro-batch.
 
+    pp=, tp=: `model` is the whole one, and world= counts the replicas of a mesh (pp, dp, tp). What the fullest stage's
+    ranks hold is said. tp= cuts matrices by the model's own plan (transformers), or along cut={pattern: dimension}.
+    Without batch= or inputs=: activations depend on how the model is cut. A stage that is cut already is counted as it
+    is, by pipeline= and DTensors alone.
+
     gpu="H100", "80GiB" or a zeor.Machine says what it runs on: then recompute="auto" keeps as many activations as fit
     (else all is counted as computed again), and with a batch `time` says how long a step takes. link=: as zeor.choose
     takes it. clip=False: the loop computes no norm.
@@ -137,6 +146,9 @@ def predict(
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"zeor.predict has no option {name!r}{nearest(name, list(_OPTIONS))}.")
+    if any(options.get(name, 1) != 1 for name in ("pp", "tp")):
+        settings = {"world": world, "stage": stage, "precision": precision, "optimizer": optimizer}
+        return _of_fullest_stage(model, settings, options)
     check_optimizer(optimizer)
     chosen = {name: options[name] for name in _OF_PLAN if name in options}
     hierarchy = options.get("hierarchy")
@@ -157,6 +169,22 @@ def predict(
     axes = machine.links(shape.sizes, shape.mesh_dim_names, options.get("link"))
     pace = pace_of(found.model, machine, axes, clip, found.kept)
     return replace(found.prediction, time=step_time(found.model, pace))
+
+
+def _of_fullest_stage(model: nn.Module, settings: dict[str, Any], options: dict[str, Any]) -> Prediction:
+    """Of the stages of a mesh (pp, dp, tp) the one whose ranks need most."""
+    refused = next((name for name in ("batch", "inputs") if options.get(name) is not None), None)
+    if refused is not None:
+        raise ValueError(
+            f"zeor.predict counts no activations of a model that is still to be cut; leave out {refused}=, or give a "
+            "stage that is cut, without pp= and tp=."
+        )
+    pp, tp = options.get("pp", 1), options.get("tp", 1)
+    given = {name: value for name, value in options.items() if name not in _MESH}
+    if pp > 1:
+        given.setdefault("pipeline", "step")
+    stages = [predict(part, **settings, **given) for part in parts_of(model, pp, tp, options.get("cut"))]
+    return max(stages, key=lambda each: each.device_peak)
 
 
 def check_optimizer(optimizer: str | int) -> None:

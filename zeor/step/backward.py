@@ -130,9 +130,9 @@ class Backward:
             pass
 
     def add(self, slot: Slot, grad: Tensor) -> None:
-        """Another gradient for a parameter, to be reduced with what is left unreduced."""
+        """What another rank at this place of the mesh has left unreduced of a parameter, beside what is here."""
         with self._passes.gathers.pausing(), self.spanning(sync=False):
-            self.take(slot, grad)
+            self._take_part(slot, grad)
 
     def _start(self, end: Callable[[], None]) -> None:
         """A backward runs for as long as `end` lives."""
@@ -273,8 +273,13 @@ class Backward:
             for saw in self._saw:
                 saw(grad)
         grad = grad.detach()
-        if self._coords or slot.placed is not None:
-            grad = slot.part_of(grad, self._coords)
+        placed = self._coords or slot.placed is not None
+        self._take_part(slot, slot.part_of(grad, self._coords) if placed else grad)
+
+    def _take_part(self, slot: Slot, grad: Tensor) -> None:
+        """What this rank adds to a gradient."""
+        grads = slot.lane.grads
+        assert grads is not None
         complete = grads.collect(slot.index, grad, self.sync)
         self._reducer.new.add(slot)
         unit = slot.unit

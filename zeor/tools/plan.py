@@ -3,6 +3,7 @@
     zeor plan --size 7b                                        # by role, without activations
     zeor plan --size 7b --precision bf16 --offload host --batch 8 2048   # by tier, with activations
     zeor plan --precision bf16 --moments int8 --release --fits 24 40 80  # host GiB that each model needs beside a GPU
+    zeor plan --size 65b --precision bf16 --pp 4 --tp 8 --worlds 8 --stages 3   # 4 x 8 x 8 ranks: one of them
     zeor plan --size 7b --gpu H100 --ranks 64 --batch 4 2048   # the fastest plan that fits (choose.py)
     zeor schedule                                              # the actions of one training step, unit by unit
     zeor schedule --ranks 4 --hierarchy 2                      # on two axes; what is sent along each
@@ -49,11 +50,19 @@ ROLES = ("compute", "grad", "master", "moments")
 # The columns of a table of bytes: resident is the sum of the roles, and the transient bytes come on top of it.
 # No padding: zeor.report() takes it from the layout, as the planner does, so there is nothing to compare.
 COLUMNS = (*ROLES, "resident", "transient")
+PIPELINED = ("held", "accumulated")  # what a stage of a pipeline has besides, while a step runs
+CUT = {
+    "*.qkv.*": 0, "*.up.*": 0, "*.out.weight": 1, "*.down.weight": 1, "tokens.weight": 0, "head.weight": 0,
+}  # fmt: skip
 TIERS = ("device", "host", "disk", "window", "activations", "device_peak", "host_peak")
 GIB = 1 << 30
 BY_ROLE = (
     "resident: between steps, the sum of the four before it. transient: what of zeor's own comes on top while a step "
-    "runs. peak: both."
+    "runs.{more} peak: all of it."
+)
+OF_STAGES = (
+    "held: full parameters that a stage keeps through a step. accumulated: gradients of full size that wait for their "
+    "reduce."
 )
 BY_TIER = (
     "device, host, disk: what rests there. window: what state passes through on its way. device peak, host peak: the "
@@ -85,11 +94,11 @@ SIZES = {
 
 
 def predict(
-    config: GPTConfig, world: int, stage: int, precision: str | None = None, optimizer: str = "AdamW"
+    config: GPTConfig, world: int, stage: int, precision: str | None = None, optimizer: str = "AdamW", **mesh: Any
 ) -> dict[str, int]:
-    """Bytes on one rank under the names of COLUMNS."""
+    """Bytes on one rank under the names of COLUMNS. `mesh`: pp= and tp=."""
     model = meta_model(config)
-    found = zeor.predict(model, world=world, stage=stage, precision=precision, optimizer=optimizer)
+    found = zeor.predict(model, world=world, stage=stage, precision=precision, optimizer=optimizer, **mesh)
     return found.as_dict()
 
 
@@ -122,6 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3], help="default: all")
     add("--worlds", type=int, nargs="+", default=[1, 2, 8, 64], metavar="N", help="ranks (default: 1 2 8 64)")
+    add("--pp", type=int, default=1, metavar="N", help="ranks in a row, with stages of it; --worlds are replicas")
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share each matrix; --worlds are replicas")
     add("--precision", choices=("fp32", "bf16", "fp16", "fp8"), help="what forward computes in (default: fp32)")
     known = ", ".join(sorted(MOMENTS))
     add("--optimizer", choices=sorted(MOMENTS), default="AdamW", metavar="NAME",
@@ -171,7 +182,7 @@ def _plan(options: argparse.Namespace) -> int:
     if not found:
         raise SystemExit("\n".join(f"zeor: {line}" for line in refused))
     unit, nbytes = common_unit(size for sizes in found.values() for size in sizes)
-    columns = TIERS if by_tier else (*COLUMNS, "peak")
+    columns = TIERS if by_tier else (*_columns(options), "peak")
     rows = []
     for stage in options.stages:
         for world in options.worlds:
@@ -179,6 +190,9 @@ def _plan(options: argparse.Namespace) -> int:
             rows.append([str(stage), str(world), *_cells(sizes, columns, nbytes, bool(options.batch))])
     print(f"{config.layers} layers, width {config.width}, vocabulary {config.vocab}: {numel:,} parameters")
     print(f"{unit} per rank with {options.optimizer}, {options.precision or 'fp32'}\n")
+    if _mesh(options):
+        told = f"{options.pp} ranks in a row x {options.tp} that share each matrix; ranks: replicas of each of them"
+        print(paragraph(f"On {told}. Of the fullest pipeline stage's."), "", sep="\n")
     print(table(["stage", "ranks", *(column.replace("_", "\n") for column in columns)], rows))
     print(*map(paragraph, refused), "", *_notes(options, by_tier), sep="\n")
     return 0
@@ -196,15 +210,29 @@ def _notes(options: argparse.Namespace, by_tier: bool) -> list[str]:
         activations = COUNTED.format(*options.batch, how=AGAIN[options.recompute])
     else:
         activations = NOT_COUNTED.format(peaks="the device's peak" if by_tier else "the peak")
-    return [paragraph(BY_TIER if by_tier else BY_ROLE), paragraph(activations)]
+    meaning = BY_TIER if by_tier else BY_ROLE.format(more=" " + OF_STAGES if options.pp > 1 else "")
+    return [paragraph(meaning), paragraph(activations)]
 
 
 def _sizes(options: argparse.Namespace, config: GPTConfig, stage: int, world: int, by_tier: bool) -> list[int]:
     if by_tier:
-        found = zeor.predict(meta_model(config), world=world, stage=stage, **asked(options)).as_dict()
+        given = {**asked(options), **_mesh(options)}
+        found = zeor.predict(meta_model(config), world=world, stage=stage, **given).as_dict()
         return [found[column] for column in TIERS]
-    counts = predict(config, world, stage, options.precision, options.optimizer)
-    return [*(counts[column] for column in COLUMNS), counts["resident"] + counts["transient"]]
+    counts = predict(config, world, stage, options.precision, options.optimizer, **_mesh(options))
+    columns = _columns(options)
+    return [*(counts[column] for column in columns), sum(counts[name] for name in ("resident", *columns[5:]))]
+
+
+def _mesh(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of zeor.predict where the model is cut."""
+    divided = options.pp > 1 or options.tp > 1
+    return {"pp": options.pp, "tp": options.tp, "cut": CUT} if divided else {}
+
+
+def _columns(options: argparse.Namespace) -> tuple[str, ...]:
+    """By role; those after `resident` come on top of it."""
+    return (*COLUMNS, *PIPELINED) if options.pp > 1 else COLUMNS
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:

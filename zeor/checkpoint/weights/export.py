@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeor.access.sharded import ATTRIBUTE
 from zeor.access.stream import DEFAULT_NBYTES, iter_slots
 from zeor.checkpoint.files.commit import find, read_manifest
 from zeor.checkpoint.files.errors import CheckpointError, all_there
@@ -38,7 +37,9 @@ from zeor.checkpoint.files.urls import Place, place_of
 from zeor.checkpoint.weights.conversions import Reverse, shapes_of
 from zeor.checkpoint.weights.hf_folder import OutFiles, Planned, check_free, local_folder, parse_size
 from zeor.checkpoint.weights.live import LiveModel
-from zeor.checkpoint.weights.matching import Target, find_targets
+from zeor.checkpoint.weights.matching import Target
+from zeor.checkpoint.weights.naming import Naming, naming_of, state_around
+from zeor.checkpoint.weights.of_stages import of_all_stages
 from zeor.comm.agree import everywhere, exchange
 from zeor.comm.axes import Axis, make_axis
 from zeor.memory import device as devices
@@ -92,12 +93,16 @@ def export(
     if not isinstance(source, (nn.Module, str, os.PathLike)):
         raise TypeError(f"zeor.export takes a model or the folder of a checkpoint, not a {type(source).__name__}.")
     model = unwrapped(source) if isinstance(source, nn.Module) else None
-    axis = _axis_of(model)
+    live = _live_of(model)
+    axis = _axis_of(model, live)
+    if live is not None and model is not None:
+        live.learn_names()
+        model = live.naming.first_module(model)
 
     def prepare() -> tuple[Export, Path, int]:
         folder, wanted, max_nbytes = local_folder(out, "zeor.export"), _dtype_of(dtype), parse_size(max_file)
         if model is not None:
-            this = _from_model(model, wanted, trainable_only, max_nbytes)
+            this = _from_model(model, live, wanted, trainable_only, max_nbytes)
         else:
             this = _from_checkpoint(place_of(source), wanted, trainable_only)  # type: ignore[arg-type]
         if not this.planned:
@@ -197,44 +202,61 @@ def _target(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 # ---- from a model
 
 
-def _from_model(model: nn.Module, wanted: torch.dtype | None, trainable_only: bool, max_nbytes: int) -> Export:
-    state = vars(model).get(ATTRIBUTE)
-    if state is not None and state.shown:
-        raise RuntimeError("zeor.export cannot run inside zeor.full_params; close that first.")
-    targets = find_targets(model)
+def _from_model(
+    model: nn.Module, live: LiveModel | None, wanted: torch.dtype | None, trainable_only: bool, max_nbytes: int
+) -> Export:
+    naming = Naming() if live is None else live.naming
+    targets = [target for target in naming.targets(model) if naming.writes(target)]
+    everything = [_chosen(model, target) for target in targets] if naming.pipeline is None else list(naming.everywhere)
     if trainable_only:
         targets = [target for target in targets if not target.is_buffer and target.tensor.requires_grad]
     names = {id(target.tensor): _chosen(model, target) for target in targets}
+    kinds = {names[id(t.tensor)]: (_target(own_dtype(t.tensor), wanted), tuple(t.tensor.shape)) for t in targets}
     aliases = {
         other: names[id(target.tensor)]
         for target in targets
         for other in target.names
         if other != names[id(target.tensor)]
     }
-    everything = [_chosen(model, target) for target in find_targets(model)]
+    if naming.pipeline is not None:  # of all stages: each rank knows what rank 0 writes
+        kinds = {
+            name: (_target(DTYPES[each.dtype], wanted), each.shape)
+            for name, each in naming.everywhere.items()
+            if each.trains or not trainable_only
+        }
+        aliases = {other: name for other, name in naming.all_aliases.items() if name in kinds}
 
     def reverse() -> Reverse:
         found = Reverse(model, everything)
-        found.only(names.values())
+        found.only(kinds)
         return found
 
-    kinds = {names[id(t.tensor)]: (_target(own_dtype(t.tensor), wanted), tuple(t.tensor.shape)) for t in targets}
     made = shapes_of(reverse(), kinds)
     planned = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
-    live = LiveModel(state.engine) if state is not None else None
     found = reverse()
     # By the names of files; of a parameter that is converted there are no others.
     in_files = {found.name(k): found.name(v) for k, v in aliases.items() if not found.converts(v)}
     values = lambda: _model_values(live, targets, names, wanted, min(max_nbytes, DEFAULT_NBYTES))
-    return Export(planned, values, in_files, reverse=found, kinds=kinds)
+    if naming.pipeline is None:
+        return Export(planned, values, in_files, reverse=found, kinds=kinds)
+    pipes = naming.pipeline
+    return Export(planned, lambda: of_all_stages(pipes, values()), in_files, reverse=found, kinds=kinds)
 
 
-def _axis_of(model: nn.Module | None) -> Axis:
+def _live_of(model: nn.Module | None) -> LiveModel | None:
+    """None of a plain model."""
+    state = state_around(model) if model is not None else None
+    if model is None or state is None:
+        return None
+    if state.shown:
+        raise RuntimeError("zeor.export cannot run inside zeor.full_params; close that first.")
+    return LiveModel(state.engine, naming_of(model, state))
+
+
+def _axis_of(model: nn.Module | None, live: LiveModel | None) -> Axis:
     """Who exports: the ranks of a sharded model, those of the process group with a model nobody shards (a drop-in
     optimizer leaves it plain), one process alone from a checkpoint. Rank 0 writes."""
-    state = vars(model).get(ATTRIBUTE) if model is not None else None
-    if state is not None:
-        live = LiveModel(state.engine)
+    if live is not None:
         live.announce_if_joining("zeor.export")
         all_there(live.everyone, "zeor.export")
         return live.everyone

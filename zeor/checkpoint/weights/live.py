@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zeor.checkpoint.files.plain import dtype_name
+from zeor.checkpoint.weights.naming import Named, Naming
 from zeor.comm.axes import Axis
 from zeor.features.auto_wire import AutoWire
 from zeor.plan import Wire
@@ -17,14 +19,34 @@ from zeor.step.unit import Unit, publish_written
 
 
 class LiveModel:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    """`naming`: what its tensors are called; of stages of a pipeline with what the other stages have."""
+
+    def __init__(self, engine: Engine, naming: Naming | None = None) -> None:
+        self.engine, self.naming = engine, naming or Naming()
         self.slots, self.units, self.unfilled = engine.slots, engine.units, engine.unfilled
 
     @property
     def everyone(self) -> Axis:
-        """The ranks that hold it, or a part of it along any dimension."""
+        """The ranks that hold it, or a part of it along any dimension; of a pipeline those of all stages."""
+        return self.holders if self.naming.pipeline is None else self.naming.pipeline.everyone
+
+    @property
+    def holders(self) -> Axis:
+        """Those of them that hold parts of the same stages as this rank."""
         return self.engine.axes.whole
+
+    def learn_names(self) -> None:
+        """Every rank comes here, before names of other stages are needed: see naming.py."""
+        if self.naming.pipeline is None:
+            return
+        mine = {}
+        for slot in self.slots:
+            if id(slot.param) not in self.naming.copies:
+                name, trains = self.naming.params[id(slot.param)], slot.param.requires_grad
+                mine[name] = Named(slot.whole_shape, dtype_name(slot.dtype), trains, False)
+        for name, buffer in self.naming.buffers.items():
+            mine[name] = Named(tuple(buffer.shape), dtype_name(buffer.dtype), False, True)
+        self.naming.learn(self.everyone, self.holders.rank == 0, mine)
 
     @property
     def shards(self) -> Axis:
@@ -35,6 +57,18 @@ class LiveModel:
     def tensor_coords(self) -> tuple[int, ...]:
         """This rank's place along those dimensions."""
         return self.engine.axes.tensor_coords
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank says for its replica which data it reads: all parts and stages of one read the same."""
+        pipes = self.naming.pipeline
+        return not any(self.tensor_coords) and (pipes is None or pipes.axis.rank == 0)
+
+    @property
+    def stages(self) -> list[int]:
+        """How many ranks a pipeline has in a row, and how many stages; nothing where there is none."""
+        pipes = self.naming.pipeline
+        return [] if pipes is None else [pipes.axis.size, pipes.stages[0].num_stages]
 
     @property
     def divided(self) -> list[int]:

@@ -6,7 +6,7 @@ names, with the rename= that would help where a prefix is all that differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,11 +59,13 @@ def match(
     rename: Rename | None,
     path: str,
     strict: bool,
+    elsewhere: Container[str] = (),
 ) -> Match:
-    """Pairs of targets and tensors. ValueError with every name that does not fit."""
+    """Pairs of targets and tensors. ValueError with every name that does not fit. `elsewhere`: names that other ranks
+    have a place for."""
     renamed = _renamed(entries, rename, path)
     known = {name for target in targets for name in target.names}
-    result = Match([], [], [name for name in renamed if name not in known])
+    result = Match([], [], [name for name in renamed if name not in known and name not in elsewhere])
     wrong: list[str] = []
     for target in targets:
         given = [name for name in target.names if name in renamed]

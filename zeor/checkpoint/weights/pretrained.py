@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeor.access.sharded import ATTRIBUTE
 from zeor.checkpoint.files.tensorfile import Reader
 from zeor.checkpoint.weights.conversions import WeightSource, as_model_names, pieces, remember, whole
 from zeor.checkpoint.weights.hf_folder import find_tensors
 from zeor.checkpoint.weights.live import LiveModel
-from zeor.checkpoint.weights.matching import Match, Rename, Target, find_targets, match
+from zeor.checkpoint.weights.matching import Match, Rename, Target, match
+from zeor.checkpoint.weights.naming import Naming, naming_of, state_around
 from zeor.comm import verbs
 from zeor.comm.agree import exchange, raise_first, same_everywhere
 from zeor.comm.axes import Axis
@@ -57,30 +57,37 @@ def load_pretrained(
     load_state_dict does. Tensors of another shape always raise. One name of a tied parameter suffices. Files that
     transformers converts for its own models while it loads (experts in one parameter, older names) are converted by its
     own table, one parameter at a time."""
-    state = vars(model).get(ATTRIBUTE)
+    state = state_around(model)
     if state is not None and state.shown:
         raise RuntimeError("zeor.load_pretrained cannot load inside zeor.full_params; close that first.")
     if state is not None:
         state.engine.announce(events.OTHER, "zeor.load_pretrained")
-    return _load(model, LiveModel(state.engine) if state is not None else None, Path(path), strict, rename)
+    live = LiveModel(state.engine, naming_of(model, state)) if state is not None else None
+    if live is not None:
+        live.learn_names()
+    return _load(model, live, Path(path), strict, rename)
 
 
 def _load(model: nn.Module, live: LiveModel | None, path: Path, strict: bool, rename: Rename | None) -> UnmatchedKeys:
     """The steps at the top of this file."""
     axis = live.everyone if live is not None else Axis(0, 1, torch.device("cpu"))
     found, problem, held = None, "", {}
-    targets = find_targets(model)
-    known = [name for target in targets for name in target.names]
+    entries: dict[str, WeightSource] = {}
+    naming = live.naming if live is not None else Naming()
+    targets = naming.targets(model)
+    known = [*dict.fromkeys([*(name for target in targets for name in target.names), *naming.known])]
     try:
         held = find_tensors(path)
         # A rename= of the user's says all: nothing is converted beside it.
-        entries: dict[str, WeightSource] = as_model_names(model, known, held) if rename is None else {**held}
-        found = match(targets, entries, rename, str(path), strict)
+        entries = as_model_names(model, known, held) if rename is None else {**held}
+        found = match(targets, entries, rename, str(path), strict, naming.known)
     except Exception as error:  # whatever it is (the user's rename may raise anything), the other ranks must hear it
         problem = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
     _agree(axis, problem, "exchange about the files to load")
     assert found is not None
-    same_everywhere(axis, "files to load", [f"{t.name}: {e.shape}, {e.dtype}" for t, e in found.pairs])
+    of_model = naming.pipeline is None  # each stage of a pipeline takes others, of the same files
+    taken = {target.name: entry for target, entry in found.pairs} if of_model else entries
+    same_everywhere(axis, "files to load", [f"{name}: {e.shape}, {e.dtype}" for name, e in taken.items()])
     with Reader() as reader, torch.no_grad():
         problem = _load_sharded(live, found, reader) if live is not None else _load_plain(found, reader)
     _agree(axis, problem, "exchange about loaded files")
@@ -123,7 +130,7 @@ def _load_sharded(live: LiveModel, found: Match, reader: Reader) -> str:
         if target.is_buffer:
             value = torch.empty_like(target.tensor, device=live.everyone.device)
             problem = problem or _attempt(_read_whole, value, entry, reader)
-            verbs.broadcast(live.everyone, value, f"broadcast of buffer {target.name!r}")
+            verbs.broadcast(live.holders, value, f"broadcast of buffer {target.name!r}")
             _put_buffer(target, value)
     return problem
 
