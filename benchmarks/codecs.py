@@ -4,9 +4,10 @@ does.
     python -m benchmarks.codecs --out benchmarks/results/codecs.json          # on a GPU where there is one
     python -m benchmarks.codecs --device cpu --numel 4194304
 
-The codecs run as they do in training: plain torch. `memory` is a copy of the same values, which says what the device's
-memory carries. On a GPU every format's codes are compared with those that the host makes of the same values, bit by
-bit.
+The codecs run as they do in training: on a GPU with Triton int8 and int4 by fused kernels, everything else by plain
+operations; `--plain` runs those alone. `memory` is a copy of the same values, which says what the device's memory
+carries; the share of it that a codec reaches stands beside its speed. On a GPU every format's codes are compared with
+those that the host makes of the same values, bit by bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import command_line, describe_machine, write_json
+from zeor.memory import codecs
 from zeor.memory.codecs import BLOCK_FORMATS, Codec
 from zeor.memory.noise import Noise
 
@@ -41,7 +43,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     return median(found[1:])
 
 
-def measure(codec: Codec, values: torch.Tensor) -> dict[str, Any]:
+def measure(codec: Codec, values: torch.Tensor, memory_gb_s: float) -> dict[str, Any]:
     """One codec over these values."""
     device, noise = values.device, Noise(7)
     message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=device)
@@ -56,6 +58,9 @@ def measure(codec: Codec, values: torch.Tensor) -> dict[str, Any]:
         "decode_gb_s": values.nbytes / decode_s / 1e9,
         "encode_moved_gb_s": moved / encode_s / 1e9,
         "decode_moved_gb_s": moved / decode_s / 1e9,
+        "encode_of_memory": moved / encode_s / 1e9 / memory_gb_s,
+        "decode_of_memory": moved / decode_s / 1e9 / memory_gb_s,
+        "fused": codec._kernels(values) is not None,
     }
     if device.type != "cpu":
         on_host = torch.empty(message.numel(), dtype=torch.uint8)
@@ -75,7 +80,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of a host")
     parser.add_argument("--date", help="written into the results as it is")
     parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--plain", action="store_true", help="no fused kernels")
     options = parser.parse_args()
+    if options.plain:
+        codecs._triton_codecs = lambda device: None
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     values = torch.randn(options.numel, device=device)
@@ -84,14 +92,15 @@ def main() -> None:
     document |= {"device": str(device), "numel": options.numel, "memory_gb_s": 2 * values.nbytes / copy_s / 1e9}
     print(f"memory {document['memory_gb_s']:.1f} GB/s read and written", flush=True)
     document["runs"] = []
-    codecs = [Codec("bf16"), Codec("bf16", True)]
+    all_of = [Codec("bf16"), Codec("bf16", True)]
     ways = [(chance, turns) for chance in (False, True) for turns in (False, True)]
-    codecs += [Codec(name, *way) for name in BLOCK_FORMATS for way in ways]
-    for codec in codecs:
-        found = measure(codec, values)
+    all_of += [Codec(name, *way) for name in BLOCK_FORMATS for way in ways]
+    for codec in all_of:
+        found = measure(codec, values, document["memory_gb_s"])
         document["runs"].append(found)
         same = "" if device.type == "cpu" else f"  bits of the host: {found['codes_as_on_host']}"
         speeds = f"encode {found['encode_gb_s']:7.1f} decode {found['decode_gb_s']:7.1f} GB/s"
+        speeds += f" ({found['encode_of_memory']:.0%}, {found['decode_of_memory']:.0%} of memory's)"
         print(f"{found['codec']:60} {speeds}{same}", flush=True)
     if options.out is not None:
         write_json(options.out, document)

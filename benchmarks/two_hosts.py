@@ -15,7 +15,8 @@ PowerSGD hook of that rank, from the second step on), `fsdp2` or `hsdp` (torch's
 hosts) followed by `bf16` or `whole` (no resharding after forward), `deepspeed2` where DeepSpeed is installed, or any
 zeorN followed by arguments of zeor.shard, such as `zeor2 precision=bf16`, `zeor3 hierarchy=2` or `zeor2 wire=int4`
 (`wire=int8/int4`: weights by int8, gradients by int4; `wire=int4/int4+stochastic+rotate`; gradients may also go by
-`powersgd4`, `topk1%`, `randomk10%` or `sign`, alone or behind a slash: `zeor2 wire=int4/powersgd4`).
+`powersgd4`, `topk1%`, `randomk10%` or `sign`, alone or behind a slash: `zeor2 wire=int4/powersgd4`; `wire=auto` chooses
+after five steps, so give it `--warmup 6`).
 
 All read the same windows of real text (benchmarks/text.py), step by step, and are evaluated on the same held-out ones
 when their time is over; losses after equal steps are those of one joint batch. Needs root and iproute2; the same file
@@ -274,6 +275,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
             if status != 0:
                 raise RuntimeError(f"{system}: node {node} ended with status {status}:\n{output[-4000:]}")
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(2 * options.per_host)]
+    said = [line for each in finished for line in each.output.splitlines() if "wire='auto'" in line]
     return {
         "system": system,
         "seconds": max(rank["seconds"] for rank in ranks),
@@ -283,6 +285,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
         "held_out_loss": sum(rank["held_out_loss"] for rank in ranks) / len(ranks),
         "losses": [round(sum(each) / len(each), 5) for each in zip(*(rank["losses"] for rank in ranks))],
         "ends": [round(each, 3) for each in ranks[0]["ends"]],
+        **({"said": said} if said else {}),
     }
 
 
@@ -291,6 +294,8 @@ def show(run: dict[str, Any]) -> None:
     megabytes = run["interface_nbytes"] / 1e6
     words = f"{run['seconds']:7.2f} s/step {megabytes:7.1f} MB {megabytes / run['seconds']:7.2f} MB/s"
     print(f"{run['system']:28} {words} cpu {run['cpu_seconds']:.2f} s  held-out {run['held_out_loss']:.4f}", flush=True)
+    for line in run.get("said", ()):
+        print(f"    {line}", flush=True)
 
 
 def table(document: dict[str, Any]) -> str:

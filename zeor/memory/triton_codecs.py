@@ -68,6 +68,17 @@ def _unit_bits(rows, INVERSE_LARGEST: tl.constexpr):
     return tl.where(most <= HUGE_BITS, unit, NAN_BITS)
 
 
+@triton.jit
+def _cast(rows, dtype: tl.constexpr):
+    """For bf16 written out, to nearest and even, with one NaN: Triton's interpreter cuts it off."""
+    if dtype == tl.bfloat16:
+        bits = rows.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(rows != rows, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return rows.to(dtype)
+
+
 @triton.jit(do_not_specialize=["n", "base"])
 def _encode_kernel(
     values_ptr, codes_ptr, scales_ptr, signs_ptr, n, blocks, base,
@@ -123,7 +134,7 @@ def _decode_kernel(
     if ROTATES:
         rows = _rotated(rows, ROWS) * tl.load(signs_ptr + column)[None, :]
     at = row[:, None] * BLOCK + column[None, :]
-    tl.store(values_ptr + at, rows.to(values_ptr.dtype.element_ty), mask=at < n)
+    tl.store(values_ptr + at, _cast(rows, values_ptr.dtype.element_ty), mask=at < n)
 
 
 def encode(
