@@ -81,7 +81,7 @@ def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimize
     counted = replace(plan, offload=None) if automatic else plan
     source = Source(model, {"units": [unit.module for unit in units[1:] if unit.module is not None]})
     found = predicted(source.model(setting_of(counted, axes.sizes, kind_of(optimizers), native, Loop()))).prediction
-    told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments")})
+    told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments", "residual")})
     if automatic:
         told += "; master and moments are placed by what is free at the first step"
     elif plan.streams:
