@@ -196,7 +196,9 @@ def _model(run: TrainingRun) -> dict[str, Any]:
         for slot in run.slots
     }
     software = {"torch": torch.__version__, "python": platform.python_version(), "stage": run.stage}
-    found = {"params": params, "aliases": run.aliases, "software": software, "averaged_over": run.averaged_over}
+    found: dict[str, Any] = {"params": params, "aliases": run.aliases, "software": software}
+    if any(slot.lane.grads is not None and slot.lane.grads.keeps for slot in run.slots):
+        found["averaged_over"] = run.averaged_over  # what sums of residuals are to be divided by
     wire = run.chosen_wire()
     if wire is not None:
         found["wire"] = wire

@@ -99,7 +99,7 @@ def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimize
     experts = None if axes.experts is None else axes.experts.sizes
     setting = setting_of(counted, axes.sizes, kind_of(optimizers), native, Loop(), experts)
     found = predicted(source.model(setting)).prediction
-    told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments")})
+    told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments", "residual")})
     if automatic:
         told += "; master and moments are placed by what is free at the first step"
     elif plan.streams:
