@@ -21,7 +21,8 @@ JOINT, STEPS, SAVED_AT = 8, 4, 2
 
 
 def world() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    # Lightning's own launcher sets WORLD_SIZE late, and takes it away after a fit.
+    return int(os.environ.get("RANKS_ASKED_FOR", os.environ.get("WORLD_SIZE", "1")))
 
 
 def rank() -> int:
@@ -109,6 +110,20 @@ def fit(folder: str, options: dict[str, Any] | None, resume: bool = False, twice
     return found
 
 
+def best(folder: str, options: dict[str, Any] | None) -> dict[str, Any]:
+    """The checkpoint with the largest loss is kept beside the last one, and validated: it must really be loaded."""
+    module = Module()
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=f"{folder}/best", filename="{step}", monitor="val", mode="max", save_top_k=1, save_last=True
+    )
+    trainer = trainer_of(folder, options, callbacks=[saves])
+    trainer.fit(module, loader(), loader())
+    last = float(trainer.validate(module, loader(), verbose=False)[0]["val"])
+    again = float(trainer.validate(module, loader(), ckpt_path="best", verbose=False)[0]["val"])
+    files = sorted(each.name for each in Path(folder, "best").iterdir())
+    return {"score": float(saves.best_model_score), "best": again, "last": last, "files": files}
+
+
 def exported(folder: str) -> float:
     """The sum of the weights as plain torch reads them."""
     from safetensors.torch import load_file
@@ -163,16 +178,16 @@ def errors() -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> Any:
     what, folder = arguments
-    if what == "launched":  # by python alone: Lightning starts the other rank, in its Trainer
-        os.environ["WORLD_SIZE"] = "2"
-        found = {"3": fit(folder, {"stage": 3})}
-        return {**found, "fabric 3": fabric(folder, {"stage": 3})}
+    if what.startswith("launched"):  # by python alone: Lightning starts the other rank
+        os.environ["RANKS_ASKED_FOR"] = "2"
+    if what == "launched":
+        return {"3": fit(folder, {"stage": 3}), "fabric 3": fabric(folder, {"stage": 3})}
     if what == "launched by fabric":
-        os.environ["WORLD_SIZE"] = "2"
         return {"fabric 3": fabric(folder, {"stage": 3})}
     found: dict[str, Any] = {}
     if what == "one":
         found = {"plain": fit(f"{folder}/plain", None, twice=True), "fabric": fabric(f"{folder}/plain", None)}
+        found["best"] = best(f"{folder}/plain", None)
         for stage in (1, 3):
             found[str(stage)] = fit(f"{folder}/{stage}", {"stage": stage}, resume=True)
             found[f"fabric {stage}"] = fabric(f"{folder}/{stage}", {"stage": stage}, resume=True)
@@ -184,6 +199,7 @@ def main(arguments: Sequence[str]) -> Any:
         found[f"{stage} exported"] = exported(at)
         found[f"fabric {stage}"] = fabric(at, {"stage": stage})
         found[f"fabric {stage} resumed"] = fabric(at, {"stage": stage}, resume=True)
+        found[f"{stage} best"] = best(at, {"stage": stage})
     found["by name"] = fit(f"{folder}/named", {})
     found["errors"] = errors()
     return found

@@ -63,6 +63,16 @@ def test_fabric(found, stage):
     close(found["one"][f"fabric {stage}"]["losses"], found["two"][0][f"fabric {stage}"]["losses"][4:])
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_best_checkpoint_is_kept_and_loaded(found, stage):
+    plain = found["one"]["best"]
+    for rank in found["two"]:
+        mine = rank[f"{stage} best"]
+        assert mine["best"] == mine["score"] > mine["last"]
+        assert (mine["score"], mine["last"]) == pytest.approx((plain["score"], plain["last"]), abs=1.1e-6)
+        assert mine["files"] == plain["files"] == ["last.ckpt", "step=2.ckpt"]
+
+
 def test_by_its_name_and_what_contradicts(found):
     for rank in found["two"]:
         assert rank["by name"]["losses"] == rank["3"]["losses"]
