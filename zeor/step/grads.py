@@ -747,6 +747,11 @@ class GradLane:
         self._arrival.abandon()
         self._sum.abandon()
 
+    @property
+    def kept_buffer(self) -> Tensor | None:
+        """Where gradients will arrive, if that stays allocated; without gradients its values mean nothing."""
+        return self._arrival.buffer
+
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
         total, found = self._sum, {}

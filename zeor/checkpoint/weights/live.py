@@ -14,6 +14,7 @@ from zeor.step.unit import Unit, publish_written
 
 class LiveModel:
     def __init__(self, engine: Engine) -> None:
+        engine.announcer.check_here("A checkpoint or an export was asked for")
         self.engine = engine
         self.slots, self.units, self.unfilled = engine.slots, engine.units, engine.unfilled
 
