@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import zeor
+from zeor.access.push import Bucket
 from zeor.checkpoint.preemption import Preemption
 from zeor.checkpoint.saver import Saving
 from zeor.data.loader import Counting
@@ -27,6 +28,7 @@ ONLY_MET = (zeor.CheckpointError, Saving)
 # What users call on an object of zeor's.
 MEMBERS: dict[type, tuple[str, ...]] = {
     Saving: ("done", "wait"),
+    Bucket: ("tensors",),
     EMA: ("decay", "update", "applied", "state_dict", "load_state_dict"),
     Preemption: ("check", "close"),
     Counting: ("epoch", "set_epoch", "state_dict", "load_state_dict"),
@@ -76,10 +78,12 @@ zeor.measure_links(mesh=None, hierarchy=None)
 zeor.mesh(device=None, timeout=600.0, **sizes)
 zeor.no_sync(model)
 zeor.on_meta()
+zeor.park(model, optimizer=None)
 zeor.penalty(model, fn, *, params=None, named=False, whole=False)
 zeor.pipeline(schedule, keep='step', *, reduce='step', tied=None)
 zeor.predict(model, *, world=1, stage=3, precision=None, optimizer='AdamW', **options)
 zeor.preempt(folder, model, optimizer=None, *, extra=None, data=None, keep=3, signals='SIGTERM', within=None, exit_code=0)
+zeor.push(model, send, max_bytes=None, *, to=0, dtype=None, buffers=False)
 zeor.replan(model, optimizer=None, **options)
 zeor.report(model)
 zeor.save(folder, model, optimizer=None, *, step, extra=None, data=None, keep=3, asynchronous=False, busy='wait')
@@ -89,6 +93,7 @@ zeor.sync_buffers(model, how='mean', mesh=None)
 zeor.total(*values, mesh=None)
 zeor.trace(model, path, steps=None)
 zeor.traffic(model)
+zeor.unpark(model, optimizer=None)
 zeor.unshard(model, optimizer=None)
 zeor.data.RankSampler(inner, rank, world, *, seed=0, drop_last=False, history=None): Sampler
 zeor.data.RankSampler.epoch
@@ -114,6 +119,8 @@ zeor.data.shard().epoch
 zeor.data.shard().set_epoch(self, epoch)
 zeor.data.shard().state_dict(self)
 zeor.data.shard().load_state_dict(self, state)
+zeor.push().bucket(names, dtypes, shapes, flat, offsets, number, last)
+zeor.push().bucket.tensors
 """  # noqa: E501
 
 COMMANDS = """
@@ -159,6 +166,7 @@ def of_python() -> list[str]:
     optim = {f"zeor.optim.NAME{signature(getattr(zeor.optim, name))}" for name in dir(zeor.optim)}
     given = {"zeor.ema()": EMA, "zeor.preempt()": Preemption, "zeor.data.shard()": Counting}
     returned = [line for name, kind in given.items() for line in of_members(name, kind)]
+    returned += of_class("zeor.push().bucket", Bucket)
     return [*of_module("zeor", zeor), *of_module("zeor.data", zeor.data), *sorted(optim), *returned]
 
 

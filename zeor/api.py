@@ -615,24 +615,20 @@ def traffic(model: nn.Module) -> dict[str, Any]:
 def report(model: nn.Module) -> dict[str, int]:
     """Bytes held on this rank now, by role, as allocated; transient_peak is the most that was alive on top. With a wire
     that keeps what it does not send also `residual`. Of a stage of a pipeline also the most of what a step keeps at
-    full size: partial gradients that wait for their reduce, and parameters that are held."""
-    state = stage_of(model)[0]
-    measured = state.engine.nbytes()
-    moments = sum(stepper.state.moments_nbytes() for stepper in state.steppers)
+    full size: partial gradients that wait for their reduce, and parameters that are held. Of a parked model (zeor.park)
+    also how much of it is `parked` in host memory, and how much is still `on_device`."""
+    state = _state(model, parked=True) if is_sharded(model) else stage_of(model)[0]
+    engine = state.engine
     padding = sum(
-        lane.layout.padding_numel * lane.key.compute_dtype.itemsize
-        for unit in state.engine.units
-        for lane in unit.lanes
+        lane.layout.padding_numel * lane.key.compute_dtype.itemsize for unit in engine.units for lane in unit.lanes
     )
-    roles = {role: measured.get(role, 0) for role in ("compute", "grad", "master")}
-    if measured.get("residual"):
-        roles["residual"] = measured["residual"]
-    if state.averages:
-        roles["ema"] = sum(average.nbytes() for average in state.averages)
+    roles = state.nbytes()
     if state.pipeline is not None:
-        peaks = state.engine.ledger.peaks
-        roles |= {"partial": peaks.get("partial", 0), "held": peaks.get("compute", 0)}
-    return {**roles, "moments": moments, "padding": padding, "transient_peak": state.engine.ledger.peak_nbytes}
+        peaks = engine.ledger.peaks
+        roles = {**roles, "partial": peaks.get("partial", 0), "held": peaks.get("compute", 0)}
+    if state.parking is not None:
+        roles = {**roles, "parked": state.parking.host_nbytes, "on_device": state.parking.device_nbytes}
+    return {**roles, "padding": padding, "transient_peak": engine.ledger.peak_nbytes}
 
 
 __all__ = [

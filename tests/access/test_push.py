@@ -22,6 +22,7 @@ import zeor
 from examples import engine as engines
 from tests import loops
 from tests.covering import covering
+from tests.parity import divided
 from zeor.access.push import ALIGNED, Bucket, Part, _packed
 from zeor.access.sharded import state_of
 
@@ -114,6 +115,47 @@ def check_every_rank() -> tuple[int, list[str]]:
 def test_every_rank_or_another_one_may_send(ranks):
     first, second = ranks(check_every_rank, 2)
     assert first == second and first[0] == len(list(loops.net().parameters()))
+
+
+def check_average() -> None:
+    """Inside applied() the engine gets the average."""
+    model = trained()
+    average = zeor.ema(model, 0.5)
+    average.update()
+    optimizer = state_of(model).steppers[0].optimizer
+    for step in (3, 4):
+        loops.train(model, optimizer, range(step, step + 1), lambda m, n: loops.own_loss(m, n, torch.float32))
+        average.update()
+    weights, _ = received(model)
+    with average.applied():
+        wanted = dict(zeor.iter_full(model))
+        found, _ = received(model)
+    if not dist.get_rank():
+        loops.assert_equal({name: found[name] for name in wanted}, wanted)
+        assert not any(torch.equal(found[name], weights[name]) for name in wanted)
+
+
+def test_the_average_is_pushed_where_it_stands_in_the_weights_place(ranks):
+    ranks(check_average, 2)
+
+
+def check_divided(kind: str, stage: int) -> None:
+    """Tensor parallelism: whole tensors, on a rank of the whole mesh."""
+    mesh = divided.new_mesh(2, 2)
+    wanted = {name: param.detach().clone() for name, param in divided.made(kind).named_parameters()}
+    model = divided.made(kind)
+    divided.cut(kind, model, mesh["tp"])
+    model = zeor.shard(model, stage=stage, mesh=mesh["dp"])
+    found, buckets = received(model, to=3, max_bytes=5000)
+    assert bool(found) == (dist.get_rank() == 3)
+    if found:
+        assert len(buckets) > 1
+        loops.assert_equal({name: found[name] for name in wanted}, wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_tensor_parallelism_has_cut_is_sent_whole(ranks, stage):
+    ranks(check_divided, 4, "sequence", stage)
 
 
 def check_memory(stage: int, precision: str | None, adapters: bool) -> None:

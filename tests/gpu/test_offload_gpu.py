@@ -35,6 +35,11 @@ def train(rank: int, world: int, steps: int = 8, clip: bool = True, optimizer: s
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         made.step()
         made.zero_grad()
+    return digest_of(model)
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """Of all parameters and moments."""
     digest = hashlib.sha256()
     with zeor.full_params(model):
         for param in model.parameters():

@@ -98,7 +98,7 @@ def push(
     engine.announcer.announce(events.OTHER, WHO, meets=False)
 
     def plan() -> _Plan:
-        engine.check_weights(f"{WHO} was called")
+        engine.unfilled.check()
         if state.shown:
             raise RuntimeError(f"{WHO} was called inside zeor.full_params; call it outside.")
         if to != "all" and (not isinstance(to, int) or not 0 <= to < axis.size):

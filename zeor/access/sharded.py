@@ -27,6 +27,21 @@ class Sharded:
         self.pipeline: Any = None  # the one its stages are in: see features/pipeline.py
         self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # see optim/ema.py
         self.averages_made = 0
+        self.parking: Any = None  # what has moved off the device, and how to bring it back: see replan/park.py
+        self.host: Any = None  # the host memory that an earlier one took
+        self.held_before: dict[str, int] | None = None  # what `nbytes` said then
+
+    def nbytes(self) -> dict[str, int]:
+        """Resident bytes by role, as allocated, on whatever tier; of a parked model as it was."""
+        if self.held_before is not None:
+            return self.held_before
+        measured = self.engine.nbytes()
+        roles = {role: measured.get(role, 0) for role in ("compute", "grad", "master")}
+        if measured.get("residual"):
+            roles["residual"] = measured["residual"]
+        if self.averages:
+            roles["ema"] = sum(average.nbytes() for average in self.averages)
+        return {**roles, "moments": sum(stepper.state.moments_nbytes() for stepper in self.steppers)}
 
     # A model copied or pickled inside full_params is a plain one.
     def __deepcopy__(self, memo: Any) -> None:
@@ -61,10 +76,13 @@ def stage_of(module: nn.Module) -> tuple[Sharded, str]:
     return state_of(module), ""
 
 
-def state_of(model: nn.Module) -> Sharded:
+def state_of(model: nn.Module, parked: bool = False) -> Sharded:
+    """`parked`: the caller needs none of its bytes."""
     state: Sharded | None = vars(model).get(ATTRIBUTE) or vars(unwrapped(model)).get(ATTRIBUTE)
     if state is None:
         raise ValueError("This model is not sharded; call zeor.shard(model, optimizer) first.")
+    if not parked:
+        state.engine.announcer.check_here("A verb of zeor was called")
     return state
 
 

@@ -102,6 +102,11 @@ class Ledger:
         if block is not None:
             self._idle.append(block)
 
+    def forget_idle(self) -> None:
+        """Give idle blocks back to the system."""
+        self._idle = []
+        self._reused = {}
+
     def reuse(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer that is handed out again once nobody holds a tensor or an array over it; not counted here."""
         nbytes = numel * dtype.itemsize

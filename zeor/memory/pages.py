@@ -7,7 +7,9 @@ fresh memory and most look-ups of its addresses. The pages are private: what a f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -34,3 +36,18 @@ def mapped(nbytes: int, residue: int = 0) -> Tensor:
 
 def _fresh(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def give_back(memory: Tensor) -> None:
+    """These bytes are wanted no more: they become zeros, and their whole pages go back to the system until they are
+    written anew."""
+    begin = memory.data_ptr()
+    first, end = -(-begin // PAGE_NBYTES) * PAGE_NBYTES, (begin + memory.numel()) // PAGE_NBYTES * PAGE_NBYTES
+    dont_need = getattr(mmap, "MADV_DONTNEED", None)
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" and dont_need is not None else None
+    given = first < end and libc is not None
+    if given and libc is not None:
+        given = libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), dont_need) == 0
+    # Other kinds of memory (shared, of a file) keep what is in them.
+    memory[: first - begin if given else memory.numel()].zero_()
+    memory[end - begin if given else memory.numel() :].zero_()

@@ -146,11 +146,15 @@ class EMA:
                     _exchange(lane, values)
 
     def _check_outside(self, what: str) -> None:
+        self._engine.announcer.check_here(f"ema.{what} was called")
         inside = self._engine.borrowed.by
         if inside is not None:
             raise RuntimeError(f"ema.{what} was called inside {inside}, where the weights are an average.")
 
     # ---- state
+
+    def on_device(self) -> Iterable[Tensor]:
+        return self._of.values()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the average, by parameter: it loads at the same world size, at any stage. For other

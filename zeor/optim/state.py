@@ -149,6 +149,12 @@ class KeptState:
                         storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return sum(storages.values()) + (self._streaming.moments.nbytes() if self._streaming else 0)
 
+    def on_device(self) -> Iterator[Tensor]:
+        """Every tensor of it that does not rest elsewhere."""
+        yield from tensors_in(dict(self._optimizer.state))
+        if self._streaming is not None:
+            yield from (rest.tensor for rest in self._streaming.moments.all() if not rest.away)
+
     def whole(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each of the user's parameters, whole, on every rank; a collective."""
         self.heed_new_state()

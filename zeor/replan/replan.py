@@ -34,18 +34,16 @@ from zeor.comm.attendance import attend
 from zeor.comm.axes import Axes, Axis
 from zeor.comm.meshes import make_axes, ranks_of
 from zeor.features.freezing import Freezing
-from zeor.features.release import Release
 from zeor.memory.device import trim_host_memory
 from zeor.model.wrapped import unwrapped
 from zeor.plan import Plan, nearest
 from zeor.planner.asked import Asked, chosen_by
 from zeor.planner.startup import show_start
 from zeor.replan.contents import Everything, Had, Wants, to_be_moved
+from zeor.replan.moment import check_moment, check_optimizers, optimizers_of
 from zeor.replan.moving import Mover
 from zeor.replan.switch import Switch
 from zeor.step.engine import Engine
-from zeor.step.grads import State
-from zeor.step.passes import inside_backward
 
 log = logging.getLogger("zeor")
 
@@ -82,7 +80,7 @@ def replan(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None =
     attend(old.axes.everyone, "zeor.replan")
     with torch.device("cpu"):
         try:
-            steps = _replan(model, state, _optimizers(optimizer), options)
+            steps = _replan(model, state, optimizers_of(optimizer), options)
         finally:
             del old
             gc.collect()  # engines are rings, and the memory of one of them is wanted at once
@@ -95,20 +93,15 @@ def replan(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None =
     return model if optimizer is None else (model, optimizer)
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
 def _replan(model: nn.Module, state: Sharded, optimizers: list[Any], options: dict[str, Any]) -> int:
     """Returns the number of steps so far."""
     old, everyone = state.engine, state.engine.axes.everyone
     root = unwrapped(model)
 
     def check() -> tuple[Asked, Plan]:
-        _check_moment(state)
-        _check_optimizers(state, optimizers)
+        check_moment(state, "zeor.replan")
+        old.refuse_divided("zeor.replan moves whole parameters; save, shard with the other plan, and zeor.load.")
+        check_optimizers(state, optimizers, "zeor.replan")
         _check_model(root, old)
         asked = merged(state.asked, options)
         _check_ranks(asked.where.mesh, everyone)
@@ -212,46 +205,6 @@ def merged(asked: Asked, options: dict[str, Any]) -> Asked:
         where = where._replace(mesh=given.get("mesh"), hierarchy=given.get("hierarchy"))
     chosen = {name: value for name, value in given.items() if name not in (*_WHERE, "units")}
     return Asked(where, {**asked.options, **chosen}, given.get("units", asked.units))
-
-
-def _check_moment(state: Sharded) -> None:
-    """RuntimeError where something is under way."""
-    engine = state.engine
-    backward, release = engine.backward, engine.find(Release)
-    if state.shown:
-        raise RuntimeError("zeor.replan was called inside zeor.full_params; call it outside.")
-    engine.borrowed.refuse("zeor.replan was called")
-    engine.refuse_divided("zeor.replan moves whole parameters; save, shard with the other plan, and zeor.load.")
-    if engine.observer.records is not None:
-        raise RuntimeError("zeor.replan was called inside zeor.trace; leave it first.")
-    if engine.forward.walk is not None or inside_backward() or any(each.running for each in state.steppers):
-        raise RuntimeError(
-            "zeor.replan was called inside a forward, a backward or a step; call it between steps, after "
-            "optimizer.zero_grad()."
-        )
-    if not backward.sync or (release is not None and release.keeps):
-        raise RuntimeError("zeor.replan was called inside zeor.no_sync or zeor.accumulate; call it outside.")
-    backward.recover()
-    for slot in engine.slots:
-        grads = slot.lane.grads
-        if grads is not None and (grads.has[slot.index] or grads.state is not State.EMPTY):
-            raise RuntimeError(
-                f"Parameter {slot.name!r} has a gradient, which zeor.replan does not move; call it after "
-                "optimizer.step() and optimizer.zero_grad()."
-            )
-
-
-def _check_optimizers(state: Sharded, given: list[Any]) -> None:
-    known = {id(stepper.optimizer): stepper.optimizer for stepper in state.steppers}
-    for each in given:
-        if id(each) not in known:
-            raise ValueError(f"This {type(each).__name__} was not sharded with the model; give those that were.")
-    missing = [type(each).__name__ for key, each in known.items() if key not in {id(one) for one in given}]
-    if missing:
-        raise ValueError(
-            f"The model was sharded with {len(known)} optimizer(s), and zeor.replan was not given its {missing[0]}; "
-            "give all of them, as their state moves too."
-        )
 
 
 def _check_model(model: nn.Module, engine: Engine) -> None:

@@ -261,6 +261,7 @@ class Engine:
     ) -> Iterator[list[Unit]]:
         """Around one step of an optimizer over these lanes, which `describe` tells to ranks that only follow. Yields
         the order in which units are updated; `then` is called when what the step left behind is put in order."""
+        self.announcer.check_here("step() was called")
         self.backward.recover()
         if any(lane.grads is not None and lane.grads.state is State.UNREDUCED for lane in lanes):
             raise RuntimeError(
@@ -352,6 +353,7 @@ class Engine:
 
     def drain(self) -> None:
         """Wait for everything under way."""
+        self.announcer.check_here("The weights or the optimizer's state were asked for")
         for unit in self.units:
             unit.wait()
             for lane in unit.lanes:

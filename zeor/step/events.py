@@ -71,6 +71,7 @@ class Announcer:
     def __init__(self, axes: Axes, number: int):
         self._axes, self._number = axes, number  # number: the same on every rank for the same model
         self.block: OpenJoin | None = None  # inside zeor.join
+        self.parked = False  # the model's bytes are off the device: see replan/park.py
 
     @property
     def playing(self) -> bool:
@@ -87,9 +88,16 @@ class Announcer:
         """How many ranks compute."""
         return self._axes.everyone.size if self.block is None else self.block.active
 
+    def check_here(self, what: str) -> None:
+        """RuntimeError while the model is parked."""
+        if self.parked:
+            raise RuntimeError(f"{what} while the model is parked; call zeor.unpark(model, optimizer) first.")
+
     def announce(self, event: str, detail: Any = None, meets: bool = True) -> None:
         """Before anything that all ranks must do together. `meets`: it has collectives, and ranks have not met for it
         yet; see Note [Meeting] in comm/meeting.py."""
+        if self.parked:
+            self.check_here(f"This model came to {SAID[event]}")
         if self.block is not None:
             self.block.announce(self, event, detail)
         elif open_joins and self._axes.everyone.size > 1:

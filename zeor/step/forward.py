@@ -46,6 +46,7 @@ class Forward:
     def enter(self, unit: Unit, train: bool, entry: str = "") -> None:
         """`entry`: where the root is entered by a method beside forward, its name."""
         passes = self._passes
+        self._announcer.check_here("A forward was called")
         if unit.is_root:
             self._begin(train, entry)
         elif self.walk is None and not passes.residents.open:  # outside the model's forward: every rank does the same

@@ -844,6 +844,11 @@ class GradLane:
         flushed = self._reduction.flushed
         return self._reduction.wires.nbytes() + (0 if flushed is None else flushed.nbytes)
 
+    @property
+    def kept_buffer(self) -> Tensor | None:
+        """Where gradients will arrive, if that stays allocated; without gradients its values mean nothing."""
+        return self._arrival.buffer
+
     def nbytes(self) -> int:
         """Resident bytes: the kept buffer and the sum, counted once where they share memory."""
         total, found = self._sum, {}

@@ -72,6 +72,8 @@ class Handle(Held):
     def read(self, writes: bool = False) -> Tensor:
         """The parameter, with its bytes here; RuntimeError where that cannot be."""
         slot, services = self.slot, self._services
+        if services.announcer.parked:
+            services.announcer.check_here(f"Parameter {self.name!r} was read")
         services.unfilled.check_slot(slot)
         if writes and slot.lane.coded:
             raise RuntimeError(
@@ -136,6 +138,7 @@ class Handle(Held):
 
     def store(self, value: Tensor) -> None:
         """The same, of a plain tensor of the shape that lies in the lane."""
+        self._services.announcer.check_here(f"Parameter {self.name!r} was written")
         self._services.borrowed.refuse(f"Parameter {self.name!r} was written")
         self.slot.lane.store(self.slot.index, value)
         self._services.unfilled.fill(self.slot)

@@ -51,7 +51,7 @@ then has a compute of its own beside the lane's. `catch_up()` copies it over, at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -631,6 +631,22 @@ class Lane:
         return self.grads.gather()
 
     # ---- bytes
+
+    def on_device(self) -> Iterator[Tensor]:
+        """Between steps, without gradients: everything whose values count and that does not rest elsewhere."""
+        if not self.frees:
+            yield self.full.flat
+        rests = [self._mine, self._written]
+        if self.master is not None:
+            rests += [self.master.compute, *self.master.arrays().values()]
+        yield from (rest.tensor for rest in rests if not rest.away)
+        if self._told is not None:
+            yield self._told
+
+    @property
+    def is_watched(self) -> bool:
+        """Somebody but the engine looks at the lane's memory: see Note [Lent] in memory/buffers.py."""
+        return self.full.lent if not self.frees else not self.full.give_back()
 
     def nbytes(self) -> dict[str, int]:
         """Resident bytes by role, as allocated; a master that is compute counts as compute alone."""

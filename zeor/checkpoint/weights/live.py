@@ -22,6 +22,7 @@ class LiveModel:
     """`naming`: what its tensors are called; of stages of a pipeline with what the other stages have."""
 
     def __init__(self, engine: Engine, naming: Naming | None = None) -> None:
+        engine.announcer.check_here("A checkpoint or an export was asked for")
         self.engine, self.naming = engine, naming or Naming()
         self.slots, self.units, self.unfilled = engine.slots, engine.units, engine.unfilled
 

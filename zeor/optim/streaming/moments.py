@@ -204,10 +204,13 @@ class Moments:
                     rest.tensor.zero_()
         self._names.clear()
 
-    def nbytes(self) -> int:
+    def all(self) -> list[Rest]:
         # Copies: a first update beside may be making some.
         moments = [moment for held in list(self._of.values()) for moment in list(held.values())]
-        return sum(rest.nbytes for moment in moments for _, rest in moment.arrays())
+        return [rest for moment in moments for _, rest in moment.arrays()]
+
+    def nbytes(self) -> int:
+        return sum(rest.nbytes for rest in self.all())
 
 
 def is_moment(name: str, value: Any, segment: nn.Parameter) -> bool:
