@@ -17,6 +17,7 @@ from tests import offloads
 from tests.covering import covering
 from tests.parity import divided
 from zeor.access.sharded import state_of
+from zeor.memory.view import View
 from zeor.replan import park as parks
 
 FACTORS = {
@@ -82,6 +83,11 @@ def test_a_run_of_one_rank_too(ranks, tmp_path):
     ranks(check_same_bits, 1, [{"stage": 3}, {"stage": 1, "precision": "bf16"}], str(tmp_path))
 
 
+@pytest.mark.parametrize("wire", [zeor.TopK(0.1), zeor.PowerSGD(2, warmup=0), zeor.Wire("int4", "int4", feedback=True)])
+def test_what_wires_have_left_out_goes_and_comes_too(ranks, tmp_path, wire):
+    ranks(check_same_bits, 2, [{"stage": 2, "wire": wire}], str(tmp_path))
+
+
 def check_divided(stage: int) -> None:
     """Beside tensor parallelism, whose ranks have lanes of their own."""
     setting = divided.Divided("sequence", (2, 2), stage)
@@ -125,7 +131,8 @@ def check_nothing_left(stage: int, precision: str | None) -> None:
     copies = state_of(model, parked=True).parking._host.untyped_storage().data_ptr()
     checked = 0
     for key, each in tensors_now().items():
-        if isinstance(each, FakeTensor):  # of torch's own
+        # A view's storage is none, and the other two are of torch's own.
+        if isinstance(each, View | FakeTensor) or torch._is_functional_tensor(each):
             continue
         with torch._C.DisableTorchFunctionSubclass():
             storage = each.untyped_storage()
@@ -162,7 +169,7 @@ VERBS: dict[str, Callable[[nn.Module, Any, Any, str], object]] = {
     "clipping": lambda model, optimizer, average, folder: zeor.clip_grad_norm_(model, 1.0),
     "reading": lambda model, optimizer, average, folder: model.head.weight.sum(),
     "an element": lambda model, optimizer, average, folder: model.scale.item(),
-    "writing": lambda model, optimizer, average, folder: model.head.weight.zero_(),
+    "writing": lambda model, optimizer, average, folder: nn.init.zeros_(model.head.weight),
     "state_dict": lambda model, optimizer, average, folder: optimizer.state_dict(),
     "its state": lambda model, optimizer, average, folder: optimizer.state[model.head.weight],
     "average": lambda model, optimizer, average, folder: average.update(),

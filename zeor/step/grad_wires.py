@@ -15,7 +15,7 @@ checkpoint holds of it. The last factors of low rank begin anew then, as the noi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,6 +149,13 @@ class GradWires:
         return Noise(mix(everyone.standing.seed, steps, self._count, *self._place, rank, kind))
 
     # ---- what is left: see Note [Residuals]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory that it is kept in."""
+        for kept in self._kept.values():
+            yield kept.residual.flat
+            if kept.q is not None:
+                yield kept.q
 
     @torch.no_grad()
     def flush(self, label: str) -> Tensor | None:

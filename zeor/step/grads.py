@@ -23,7 +23,7 @@ reduced when. Where the sum is one over items that carries 1 / count as a rememb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -843,6 +843,12 @@ class GradLane:
         """Of what was left out of sums, waiting for the next."""
         flushed = self._reduction.flushed
         return self._reduction.wires.nbytes() + (0 if flushed is None else flushed.nbytes)
+
+    def residuals(self) -> Iterator[Tensor]:
+        """The memory of it."""
+        yield from self._reduction.wires.tensors()
+        if self._reduction.flushed is not None:
+            yield self._reduction.flushed
 
     @property
     def kept_buffer(self) -> Tensor | None:

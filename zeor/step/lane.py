@@ -642,6 +642,8 @@ class Lane:
         yield from (rest.tensor for rest in rests if not rest.away)
         if self._told is not None:
             yield self._told
+        if self.grads is not None:
+            yield from self.grads.residuals()
 
     @property
     def is_watched(self) -> bool:
