@@ -3,6 +3,7 @@
     python -m benchmarks.wire_losses                                # screening: one seed, 1,000 steps, all wires
     python -m benchmarks.wire_losses --steps 2000 --seeds 0 1 2 --wires "int8,int4 hadamard stochastic"
     python -m benchmarks.wire_losses --resume                       # only the runs that the file has not yet
+    python -m benchmarks.wire_losses --jobs 7                       # so many runs at a time, on a host of many cores
     python -m benchmarks.wire_losses --table                        # prints the table of the file there is
 
 A decoder of a few million parameters over `--ranks` CPU ranks of this host. A seed decides the weights and the order of
@@ -15,7 +16,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -40,7 +44,8 @@ from benchmarks.measure import command_line, describe_machine, write_json
 from benchmarks.table import markdown
 from benchmarks.text import Windows, read
 
-OUT = Path(__file__).resolve().parent / "results" / "wire_losses.json"
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "benchmarks" / "results" / "wire_losses.json"
 SHAPE = Shape(layers=4, width=256, heads=8, vocabulary=256, positions=64)
 BATCH = 8  # of each rank
 
@@ -190,21 +195,43 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
     wanted = [name.strip() for name in options.wires.split(",")] if options.wires else [v.name for v in VARIANTS]
     if unknown := [name for name in wanted if name not in {variant.name for variant in VARIANTS}]:
         raise SystemExit(f"no wire is called {unknown[0]!r}; there are {[variant.name for variant in VARIANTS]}")
-    settings = {"steps": options.steps, "lr": options.lr, "precision": options.precision}
-    began_s = time.monotonic()
-    for seed in options.seeds:
-        for name in dict.fromkeys([EXACT, *wanted]):
-            if (name, seed) in done:
-                continue
-            if options.minutes is not None and time.monotonic() - began_s > 60 * options.minutes:
+    begin_until_s = time.monotonic() + 60 * options.minutes if options.minutes is not None else None
+    todo = [(seed, name) for seed in options.seeds for name in dict.fromkeys([EXACT, *wanted])]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        under_way = {
+            pool.submit(run_apart, name, seed, options, begin_until_s): (name, seed)
+            for seed, name in todo
+            if (name, seed) not in done
+        }
+        for finished in as_completed(under_way):
+            name, seed = under_way[finished]
+            run = finished.result()
+            if run is None:
                 document["left_out"].append({"variant": name, "seed": seed})
                 continue
-            run = zeor.launch(train, name, seed, settings, ranks=options.ranks)[0]
             document["runs"].append(run)
             write_json(options.out, document)
             print(f"seed {seed}, {name}: held-out {run['held_out_loss']:.4f}, {run['seconds']} s", flush=True)
     write_json(options.out, document)
     return document
+
+
+def run_apart(name: str, seed: int, options: argparse.Namespace, begin_until_s: float | None) -> dict[str, Any] | None:
+    """One run in a process of its own, so that several can go on at a time; None where it is too late to begin."""
+    if begin_until_s is not None and time.monotonic() > begin_until_s:
+        return None
+    command = [sys.executable, "-m", "benchmarks.wire_losses", "--one", name, "--seeds", str(seed)]
+    for setting in ("steps", "lr", "precision", "ranks"):
+        command += [f"--{setting}", str(getattr(options, setting))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name}, seed {seed}: {done.stderr[-4000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def run_here(options: argparse.Namespace) -> dict[str, Any]:
+    settings = {"steps": options.steps, "lr": options.lr, "precision": options.precision}
+    return dict(zeor.launch(train, options.one, options.seeds[0], settings, ranks=options.ranks)[0])
 
 
 def main() -> None:
@@ -217,10 +244,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="at its highest (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="begin no run later than this")
     parser.add_argument("--resume", action="store_true", help="keep the runs of the file, and add those not in it")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with its ranks")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="train nothing; print the table of the file")
     parser.add_argument("--date", help="written into the results as it is")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_here(options)))
+        return
     print(table(json.loads(options.out.read_text()) if options.table else run_all(options)))
 
 
