@@ -40,17 +40,18 @@ class Divided:
     clip: str = "none"  # "none", "stock", "zeor"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     plain: bool = False  # the model is not cut, and has no DTensor
+    device: str = "cpu"  # where ranks train; the reference is always computed on the host
 
     @property
     def micros(self) -> int:
         return int(self.micro[0])
 
 
-def new_mesh(*sizes: int, names: tuple[str, ...] = ("dp", "tp")) -> Any:
+def new_mesh(*sizes: int, names: tuple[str, ...] = ("dp", "tp"), device: str = "cpu") -> Any:
     """torch remembers layouts with the mesh they were made for, and takes an equal one of another process group for it:
     the pool's ranks have had others."""
     _clear_sharding_prop_cache()
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 # ---- models of plain torch: (made in one process, cut over a mesh dimension)
@@ -207,8 +208,8 @@ def reference(name: str, ranks: int, micros: int, clips: bool) -> tuple[dict[str
 
 def sharded(setting: Divided, make: Callable = adamw) -> tuple[nn.Module, Any, Any]:
     """(model, optimizer, mesh)."""
-    mesh = new_mesh(*setting.shape)
-    model = made(setting.model)
+    mesh = new_mesh(*setting.shape, device=setting.device)
+    model = made(setting.model).to(setting.device)
     if not setting.plain:
         cut(setting.model, model, mesh["tp"])
     optimizer = make(model)
@@ -223,7 +224,8 @@ def one_step(model: nn.Module, optimizer: Any, step: int, rank: int, setting: Di
         last = micro == setting.micros - 1
         with zeor.no_sync(model) if "no_sync" in setting.micro and not last else contextlib.nullcontext():
             with loss_parallel() if setting.model == "vocabulary" else contextlib.nullcontext():
-                loss_of(model, *batch(step, micro, rank)).backward()
+                tokens, targets = (part.to(setting.device) for part in batch(step, micro, rank))
+                loss_of(model, tokens, targets).backward()
     norm = 0.0
     if setting.clip == "zeor":
         norm = float(zeor.clip_grad_norm_(model, 0.1))
@@ -238,7 +240,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter in its global shape."""
     with zeor.full_params(model):
         return {
-            name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+            name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu().clone()
             for name, param in model.named_parameters()
         }
 
