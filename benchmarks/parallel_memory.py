@@ -7,13 +7,14 @@
 torch's fake process group sends nothing and returns at once, so one process computes what one rank of 256 would: with
 values that mean nothing, and memory that does. A stage of a Llama-like model is built on the meta device, cut by
 parallelize_module, sharded by zeor over dp, and (--step) run through a 1F1B schedule. Prints one line of JSON: bytes by
-role as zeor.report says them, the device's own peak where it counts one, and what zeor.predict said of the model before
-it was cut. Of a GPU it was never run.
+role as zeor.report says them, the device's own peak where it counts one, what zeor.predict said of the model before it
+was cut, and of the stage that is cut with the activations of its micro-batches.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from typing import Any, NamedTuple
 
@@ -107,14 +108,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     with zeor.on_meta():
         stage = Model(size, mesh.get_local_rank("pp"), pp)  # rank 0 has the first: the one with the embedding
     divide(stage, mesh["tp"])
+    cut = None if not options.step else foreseen(stage, settings, options, device.type == "cuda")
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-4)
     zeor.shard(stage, optimizer, stage=options.stage, precision="bf16", mesh=mesh["dp"], device=device)
     engine = state_of(stage).engine
     for slot in engine.slots:
         engine.unfilled.fill(slot)  # whatever values there are will do
-    if options.step:
-        step(stage, optimizer, mesh, size, options, device)
-    found = zeor.report(stage)
+    found = step(stage, optimizer, mesh, size, options, device) if options.step else zeor.report(stage)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     predicted = {**known.as_dict(), "partial": known.accumulated}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -122,23 +122,46 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "model": options.model, "ranks": pp * dp * tp, "mesh": [pp, dp, tp], "stage": options.stage,
         "step": options.step, "device": name, "torch": torch.__version__,
         "parameters": sum(param.numel() for param in whole.parameters()), "measured": found, "device_peak": peak,
-        "predicted": predicted,
+        "predicted": predicted, "predicted_cut": cut,
     }  # fmt: skip
 
 
-def step(stage: Model, optimizer: Any, mesh: Any, size: Size, options: Any, device: torch.device) -> None:
-    """Two steps of the first stage: what its neighbour would send are values nobody has written."""
+def foreseen(stage: Model, settings: dict[str, Any], options: argparse.Namespace, native: bool) -> dict[str, int]:
+    """Of the first stage, cut by tensor parallelism: 1F1B keeps as many micro-batches there as the pipeline is long."""
+    rows = torch.zeros(1, options.tokens, dtype=torch.long, device="meta")
+    given = {"inputs": (rows,), "loss": lambda model, tokens: model(tokens).sum(), "native_reduce": native}
+    return zeor.predict(stage, **settings, **given, pipeline="step", in_flight=options.pp).as_dict()
+
+
+def imagine_votes() -> None:
+    """From torch 2.13 on stages agree by messages whether shapes are known, and an imagined neighbour sends none: it
+    votes as this one does."""
+    dist.recv = lambda tensor, *_, **__: tensor.fill_(1)
+
+
+def step(
+    stage: Model, optimizer: Any, mesh: Any, size: Size, options: Any, device: torch.device
+) -> dict[str, int]:  # fmt: skip
+    """Two steps of the first stage: what its neighbour would send are values nobody has written. Returns what is held
+    when the second backward is over, with gradients and moments."""
     micros = 2 * options.pp
     rows = torch.zeros(micros, options.tokens, dtype=torch.long, device=device)
     hidden = torch.empty(1, options.tokens, size.width, dtype=torch.bfloat16, device="meta")
     group, given = mesh["pp"].get_group(), (rows[:1].to("meta"),)
-    piped = PipelineStage(stage, 0, options.pp, device, group=group, input_args=given, output_args=hidden)
+    shapes: dict[str, Any] = {"input_args": given, "output_args": hidden}
+    if "output_grads" in inspect.signature(PipelineStage).parameters:  # torch 2.13 on: with all of them none are asked
+        shapes |= {"input_grads": (None,), "output_grads": hidden}
+    piped = PipelineStage(stage, 0, options.pp, device, group=group, **shapes)
     schedule = schedules.Schedule1F1B(piped, micros, loss_fn=functional.mse_loss)  # the last stage's
     zeor.pipeline(schedule, tied=[])
+    imagine_votes()
+    found = {}
     for _ in range(2):
         schedule.step(rows)
+        found = zeor.report(stage)
         optimizer.step()
         optimizer.zero_grad()
+    return found
 
 
 def main() -> None:

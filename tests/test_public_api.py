@@ -80,7 +80,7 @@ zeor.no_sync(model)
 zeor.on_meta()
 zeor.park(model, optimizer=None)
 zeor.penalty(model, fn, *, params=None, named=False, whole=False)
-zeor.pipeline(schedule, keep='step', *, reduce='step', tied=None)
+zeor.pipeline(schedule, keep='step', *, reduce='step', tied=None, names=None)
 zeor.predict(model, *, world=1, stage=3, precision=None, optimizer='AdamW', **options)
 zeor.preempt(folder, model, optimizer=None, *, extra=None, data=None, keep=3, signals='SIGTERM', within=None, exit_code=0)
 zeor.push(model, send, max_bytes=None, *, to=0, dtype=None, buffers=False)
@@ -125,7 +125,7 @@ zeor.push().bucket.tensors
 
 COMMANDS = """
 train --stage=3 --ranks=2 --steps=600 --layers=3 --width=128 --batch=16 --lr=0.004 --seed=0 --precision=None --wire=None --text=moby-dick.txt --save=None
-plan --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stages=[0, 1, 2, 3] --worlds=[1, 2, 8, 64] --precision=None --optimizer=AdamW --offload=None --moments=exact --release --recompute=blocks --batch=None --device-budget=None --host-budget=None --fits=None --gpu=None --model=None --ranks=1 --host=None --link=None --allow=()
+plan --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stages=[0, 1, 2, 3] --worlds=[1, 2, 8, 64] --pp=1 --tp=1 --precision=None --optimizer=AdamW --offload=None --moments=exact --release --recompute=blocks --batch=None --device-budget=None --host-budget=None --fits=None --gpu=None --model=None --ranks=1 --host=None --link=None --allow=()
 schedule --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stage=3 --ranks=2 --hierarchy=None --prefetch=1 --record
 inspect FOLDER --verify
 export FOLDER OUT --dtype=None --max-file=5GB --trainable-only --config=None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
@@ -237,12 +237,17 @@ def one_step(model: nn.Module, optimizer: Any, step: int, rank: int, setting: Di
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter in its global shape."""
+    """Every parameter in its global shape, on the host: torch 2.11 crashes where it gathers a DTensor of a GPU over
+    Gloo."""
     with zeor.full_params(model):
-        return {
-            name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu().clone()
-            for name, param in model.named_parameters()
-        }
+        return {name: _on_host(param).clone() for name, param in model.named_parameters()}
+
+
+def _on_host(param: Tensor) -> Tensor:
+    if not isinstance(param, DTensor) or param.device.type == "cpu":
+        return (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
+    mesh = DeviceMesh("cpu", param.device_mesh.mesh)
+    return DTensor.from_local(param.to_local().detach().cpu(), mesh, param.placements).full_tensor()
 
 
 def train(setting: Divided) -> tuple[dict[str, Tensor], list[float]]:

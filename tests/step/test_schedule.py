@@ -429,6 +429,11 @@ step            positions  update(positions)
 step            blocks.0   update(blocks.0)
 step            blocks.1   update(blocks.1)
 step            head       update(head)
+
+axis     verb  sent per step and rank
+-----  ------  ----------------------
+ranks  gather                  1.9 MB
+ranks  reduce                959.0 kB
 """
 
 

@@ -263,13 +263,18 @@ def test_schedule_record_puts_what_was_done_beside_what_was_planned(capsys: pyte
     assert cli.main(["schedule", "--record", "--layers", "2", "--width", "64", "--stage", "3"]) == 0
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["planned", "recorded", "ms", "took", "bytes"]
-    cells = [row.split() for row in rows]
+    end = rows.index("")  # below it bytes and times by axis and verb
+    cells = [row.split() for row in rows[:end]]
     assert [row[1] for row in cells] == [row[0] for row in cells]
     verbs = {row[0].partition("(")[0] for row in cells}
     assert verbs == {"gather", "wait", "free", "reduce", "finish", "update", "publish"}
     assert min(float(row[3]) for row in cells) >= 0
     sizes = {tuple(row[4:]) for row in cells if row[0] == "gather(blocks.0)"}
     assert sizes == {("196.6", "kB")}, "four matrices of 12 * 64 * 64 elements together"
+    by_axis = [row.split() for row in rows[end + 1 :]]
+    assert by_axis[0] == ["axis", "verb", "sent", "ms", "hidden", "exposed"]
+    assert {tuple(row[:2]) for row in by_axis[2:]} == {("ranks", verb) for verb in ("agree", "gather", "reduce")}
+    assert all(float(row[-2]) + float(row[-1]) == pytest.approx(float(row[-3]), abs=0.002) for row in by_axis[2:])
 
 
 def test_schedule_record_refuses_what_cannot_be_trained_here() -> None:

@@ -30,8 +30,10 @@ from zeor.planner.peaks import (
     accumulated_nbytes,
     buffers_nbytes,
     device_peak,
+    gathered_nbytes,
     host_peak,
     transient_nbytes,
+    waiting_peak,
 )
 from zeor.planner.rests import PlannedLane, Setting, fullest_part, plan_lanes
 from zeor.planner.shape import Shape
@@ -43,7 +45,7 @@ from zeor.spec.wires import check_wire
 _OF_PLAN = (
     "prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile", "wire",
 )  # fmt: skip
-_LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline")
+_LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline", "in_flight")
 _MESH = ("pp", "tp", "cut")
 _OPTIONS = (
     "units", "hierarchy", "experts", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_MESH, *_OF_PLAN,
@@ -130,7 +132,8 @@ def predict(
     parameter on every rank), or with sums_each=True each reduced and added to slices.
 
     pipeline="step" or "action": the model is one stage of a pipeline, run with this keep= (zeor.pipeline); gradients
-    are summed whole, unless sums_each=True stands for its reduce="action". Activations are those of one micro-batch.
+    are summed whole, unless sums_each=True stands for its reduce="action". in_flight=: how many micro-batches wait at
+    most for their backward: with 1F1B this stage and those after it, with GPipe all. Without it one.
 
     pp=, tp=: `model` is the whole one, and world= counts the replicas of a mesh (pp, dp, tp). What the fullest stage's
     ranks hold is said. tp= cuts matrices by the model's own plan (transformers), or along cut={pattern: dimension}.
@@ -161,8 +164,8 @@ def predict(
     experts = None if options.get("experts") is None else shape.experts(model, options["experts"])
     known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop, experts))
     found = predicted(known, None if machine is None else limit_nbytes(machine))
-    if options.get("pipeline") == "step":
-        found = found._replace(prediction=_holding(found.prediction, found.model))
+    if options.get("pipeline") is not None:
+        found = found._replace(prediction=_in_pipeline(found.prediction, found.model, options))
     if machine is None or not known.trace.works.forward:
         return found.prediction
     clip = bool(options.get("clip", True))
@@ -206,7 +209,11 @@ class Loop(NamedTuple):
         count = options.get("accumulation", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"accumulation={count!r}; give how many micro-batches a step has: 1, 2, 3, ...")
-        pipeline = options.get("pipeline")
+        pipeline, in_flight = options.get("pipeline"), options.get("in_flight", 1)
+        if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
+            raise ValueError(f"in_flight={in_flight!r}; give how many micro-batches wait for their backward: 1, 2, ...")
+        if in_flight > 1 and pipeline is None:
+            raise ValueError(f"in_flight={in_flight} says how a pipeline runs; give pipeline='step' or 'action' too.")
         if pipeline not in (None, "step", "action"):
             raise ValueError(f"pipeline={pipeline!r} is not known; give zeor.pipeline's keep=: 'step' or 'action'.")
         return Loop(count if pipeline is None else max(count, 2), bool(options.get("sums_each", False)))
@@ -339,10 +346,15 @@ class Source:
         return Model(units, lanes, setting, part, found, self._buffers, plain)
 
 
-def _holding(found: Prediction, model: Model) -> Prediction:
-    """Every unit stays gathered through a step: see rule 7 in step/residency.py."""
-    held = sum(lane.layout.numel * lane.key.compute_dtype.itemsize for lane in model.flat if lane.frees)
-    return replace(found, held=held, device_peak=found.device_peak + held)
+def _in_pipeline(found: Prediction, model: Model, options: dict[str, Any]) -> Prediction:
+    """With keep="step" every unit stays gathered through a step: see rule 7 in step/residency.py."""
+    held = 0
+    if options["pipeline"] == "step":
+        held = sum(lane.layout.numel * lane.key.compute_dtype.itemsize for lane in model.flat if lane.frees)
+    beside = options.get("in_flight", 1) - 1
+    most = max(found.device_peak - (gathered_nbytes(model) if held else 0), waiting_peak(model, beside))
+    activations = found.activations + beside * model.trace.waiting
+    return replace(found, held=held, activations=activations, device_peak=most + held)
 
 
 def _prediction(model: Model) -> Prediction:

@@ -82,6 +82,14 @@ def device_peak(model: Model) -> int:
     return max(computing, stepping, setup_nbytes(model))
 
 
+def waiting_peak(model: Model, others: int) -> int:
+    """In a stage of a pipeline, with so many other micro-batches between their forward and their backward: gradients
+    go into the sum as they come, and nothing is reduced before the last backward. Without what `held` counts."""
+    rest = resting_nbytes(model) + accumulated_nbytes(model) + (WORKSPACE_NBYTES if model.setting.native else 0)
+    arriving = _unit_nbytes(model, of_grads=True)
+    return rest + model.trace.beside(others).peak + arriving[0] + 2 * max(arriving[1:], default=0)
+
+
 def accumulated_nbytes(model: Model) -> int:
     """Of gradients that are summed over micro-batches, in fp32: whole on every rank inside no_sync (4 bytes for each
     parameter), slices where each micro-batch is reduced. On top of those of the last one."""

@@ -14,12 +14,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -45,11 +46,18 @@ class Trace:
     left: int = 0  # alive when backward is over
     sent: list[int] = field(default_factory=list)  # sizes of inputs that recompute="offload" keeps on the host
     kept: list[tuple[int, int]] = field(default_factory=list)
+    waiting: int = 0  # alive between forward and backward
     works: Works = field(default_factory=Works)
 
     @property
     def peak(self) -> int:
         return max(self.peaks)
+
+    def beside(self, others: int) -> Trace:
+        """With so many other micro-batches that wait between their forward and their backward, as in a pipeline."""
+        more = others * self.waiting
+        entered = [(unit, nbytes + more) for unit, nbytes in self.entered]
+        return replace(self, peaks=[nbytes + more for nbytes in self.peaks], entered=entered)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workloa
         try:
             loss = work.loss(model, *given)
             _check_loss(loss)
+            found.waiting = counter.live
             counter.turn()
             _backward(loss)
         except NotImplementedError as error:
@@ -195,7 +204,7 @@ class _Counter(TorchDispatchMode):
     def begin(self, params: dict[nn.Parameter, nn.Parameter], inputs: Any) -> None:
         """`params`: by what stands in for it. From here on."""
         for standing_in, param in params.items():
-            self._ignored.add(standing_in.untyped_storage()._cdata)
+            self._ignored.add(_local(standing_in).untyped_storage()._cdata)
             if standing_in.requires_grad:
                 arrived = functools.partial(self._arrived, param)
                 standing_in.register_post_accumulate_grad_hook(arrived)
@@ -225,7 +234,10 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._take(result)
-        cost = cost_of(func, args, kwargs or {}, result)
+        seen = args, kwargs or {}, result
+        if any(issubclass(each, DTensor) for each in types):  # this rank computes its part
+            seen = tree_map_only(DTensor, _local, seen)
+        cost = cost_of(func, *seen)
         if cost is not None:
             works = self._found.works
             (works.backward if self._backward else works.of(self._inside[-1][0] if self._inside else 0)).add(cost)
@@ -239,7 +251,7 @@ class _Counter(TorchDispatchMode):
     def _take(self, tree: Any) -> None:
         for leaf in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                storage = leaf.untyped_storage()
+                storage = _local(leaf).untyped_storage()
                 key = storage._cdata
                 if key not in self._held and key not in self._ignored and storage.nbytes():
                     nbytes = reused_nbytes(storage.nbytes())
@@ -250,6 +262,20 @@ class _Counter(TorchDispatchMode):
         self.live -= self._held.pop(key)[1]
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Of a DTensor what this rank holds."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _without_values(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """One like it; of a DTensor this rank's part, in the same placements."""
+    local = torch.empty(_local(param).shape, dtype=dtype, device="meta")
+    if not isinstance(param, DTensor):
+        return local
+    shape, stride = param.shape, param.stride()
+    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
 @contextlib.contextmanager
 def _on_meta(model: nn.Module, units: Sequence[UnitSpec], plan: Plan) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """Parameters, in the dtype forward reads, and buffers stand in for the model's own, without values."""
@@ -258,7 +284,7 @@ def _on_meta(model: nn.Module, units: Sequence[UnitSpec], plan: Plan) -> Iterato
     try:
         for _, param, owners in (each for unit in units for each in unit.params):
             key = lane_key(param, owners, plan.precision)
-            made = nn.Parameter(torch.empty(param.shape, dtype=key.compute_dtype, device="meta"), key.trainable)
+            made = nn.Parameter(_without_values(param, key.compute_dtype), key.trainable)
             found[made] = param
             for module, attr in owners:
                 placed.append((module._parameters, attr, param))
