@@ -43,8 +43,8 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     return median(found[1:])
 
 
-def measure(codec: Codec, values: torch.Tensor, memory_gb_s: float) -> dict[str, Any]:
-    """One codec over these values."""
+def measure(codec: Codec, values: torch.Tensor, memory_gb_s: float, compared: int) -> dict[str, Any]:
+    """One codec over these values; the first `compared` of them on the host too."""
     device, noise = values.device, Noise(7)
     message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=device)
     back = torch.empty_like(values)
@@ -63,9 +63,12 @@ def measure(codec: Codec, values: torch.Tensor, memory_gb_s: float) -> dict[str,
         "fused": codec._kernels(values) is not None,
     }
     if device.type != "cpu":
-        on_host = torch.empty(message.numel(), dtype=torch.uint8)
-        codec.encode_into(on_host, values.cpu(), noise)
-        decoded = torch.empty(values.numel())
+        few = values[:compared]
+        message, back = message[: codec.nbytes(few.numel())], back[:compared]
+        codec.encode_into(message, few, noise)
+        codec.decode_into(back, message)
+        on_host, decoded = torch.empty(message.numel(), dtype=torch.uint8), torch.empty(few.numel())
+        codec.encode_into(on_host, few.cpu(), noise)
         codec.decode_into(decoded, on_host)
         found["codes_as_on_host"] = torch.equal(on_host, message.cpu())
         found["values_as_on_host"] = torch.equal(decoded, back.cpu())
@@ -77,6 +80,7 @@ def main() -> None:
     here = torch.accelerator.current_accelerator()
     parser.add_argument("--device", default=str(here or "cpu"))
     parser.add_argument("--numel", type=int, default=1 << 28 if here else 1 << 22)
+    parser.add_argument("--compare", type=int, default=1 << 23, help="so many values are coded on the host as well")
     parser.add_argument("--threads", type=int, default=1, help="of a host")
     parser.add_argument("--date", help="written into the results as it is")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -96,7 +100,7 @@ def main() -> None:
     ways = [(chance, turns) for chance in (False, True) for turns in (False, True)]
     all_of += [Codec(name, *way) for name in BLOCK_FORMATS for way in ways]
     for codec in all_of:
-        found = measure(codec, values, document["memory_gb_s"])
+        found = measure(codec, values, document["memory_gb_s"], options.compare)
         document["runs"].append(found)
         same = "" if device.type == "cpu" else f"  bits of the host: {found['codes_as_on_host']}"
         speeds = f"encode {found['encode_gb_s']:7.1f} decode {found['decode_gb_s']:7.1f} GB/s"
