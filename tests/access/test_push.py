@@ -146,7 +146,7 @@ def check_divided(kind: str, stage: int) -> None:
     model = divided.made(kind)
     divided.cut(kind, model, mesh["tp"])
     model = zeor.shard(model, stage=stage, mesh=mesh["dp"])
-    found, buckets = received(model, to=3, max_bytes=5000)
+    found, buckets = received(model, to=3, max_bytes=10_000)
     assert bool(found) == (dist.get_rank() == 3)
     if found:
         assert len(buckets) > 1

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeor.memory.placed import dtensor_class, is_placed, local_tensor
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
 from zeor.planner.as_on_device import AsOnDevice, inner_nbytes
@@ -204,7 +204,7 @@ class _Counter(TorchDispatchMode):
     def begin(self, params: dict[nn.Parameter, nn.Parameter], inputs: Any) -> None:
         """`params`: by what stands in for it. From here on."""
         for standing_in, param in params.items():
-            self._ignored.add(_local(standing_in).untyped_storage()._cdata)
+            self._ignored.add(local_tensor(standing_in).untyped_storage()._cdata)
             if standing_in.requires_grad:
                 arrived = functools.partial(self._arrived, param)
                 standing_in.register_post_accumulate_grad_hook(arrived)
@@ -235,8 +235,9 @@ class _Counter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._take(result)
         seen = args, kwargs or {}, result
-        if any(issubclass(each, DTensor) for each in types):  # this rank computes its part
-            seen = tree_map_only(DTensor, _local, seen)
+        placed = dtensor_class()
+        if placed is not None and any(issubclass(each, placed) for each in types):  # this rank computes its part
+            seen = tree_map_only(placed, local_tensor, seen)
         cost = cost_of(func, *seen)
         if cost is not None:
             works = self._found.works
@@ -251,7 +252,7 @@ class _Counter(TorchDispatchMode):
     def _take(self, tree: Any) -> None:
         for leaf in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                storage = _local(leaf).untyped_storage()
+                storage = local_tensor(leaf).untyped_storage()
                 key = storage._cdata
                 if key not in self._held and key not in self._ignored and storage.nbytes():
                     nbytes = reused_nbytes(storage.nbytes())
@@ -262,18 +263,14 @@ class _Counter(TorchDispatchMode):
         self.live -= self._held.pop(key)[1]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Of a DTensor what this rank holds."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _without_values(param: Tensor, dtype: torch.dtype) -> Tensor:
+def _without_values(param: Any, dtype: torch.dtype) -> Tensor:
     """One like it; of a DTensor this rank's part, in the same placements."""
-    local = torch.empty(_local(param).shape, dtype=dtype, device="meta")
-    if not isinstance(param, DTensor):
+    local = torch.empty(local_tensor(param).shape, dtype=dtype, device="meta")
+    if not is_placed(param):
         return local
-    shape, stride = param.shape, param.stride()
-    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+    laid_out = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+    found: Tensor = dtensor_class().from_local(local, param.device_mesh, param.placements, **laid_out)
+    return found
 
 
 @contextlib.contextmanager
