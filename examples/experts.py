@@ -27,9 +27,8 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where zeor is not installed
 
 import zeor
-from examples.pipeline import Bytes
 from examples.start import Place, parser
-from examples.texts import Windows, endless, tokens
+from examples.texts import Bytes, Windows, endless, tokens
 from zeor.tools import gpt
 
 # ---- a mixture of experts, as in Mixtral; it knows nothing of zeor

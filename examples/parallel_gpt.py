@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,21 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where zeor 
 
 import zeor
 from examples.start import Place, parser
-from examples.texts import Windows, endless, tokens
+from examples.texts import Bytes, Windows, endless, tokens
 
 LOCAL = {"GPipe": 1, "1F1B": 1}  # stages per rank; two for all others
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank 0 has the first stage and the last
 HEAD = 32  # width of a head: how many a rank has follows from its part of q
-
-
-class Bytes:
-    """What texts.py asks of a tokenizer: a text is its bytes."""
-
-    def to_str(self) -> str:
-        return "bytes"
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
-        return [SimpleNamespace(ids=list(text.encode())) for text in texts]
 
 
 # ---- the model: plain torch

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,16 @@ def tokenizer_of(folder: Path) -> Any:
     found.no_padding()
     found.no_truncation()
     return found
+
+
+class Bytes:
+    """A tokenizer that needs no file: a text is its bytes."""
+
+    def to_str(self) -> str:
+        return "bytes"
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
+        return [SimpleNamespace(ids=list(text.encode())) for text in texts]
 
 
 def tokens(names: Sequence[str], tokenizer: Any, limit: int | None = None) -> tuple[Tensor, Tensor]:
