@@ -17,6 +17,7 @@ from zeor.memory.coding_speed import speed_of
 from zeor.memory.device import default_device
 from zeor.planner.machine import MACHINES
 from zeor.planner.step_time import StepTime
+from zeor.planner.work import CAST_NBYTES, Work, cost_of
 
 FREE = 1e30
 WIDTH, BATCH, UNITS = 64, 32, 4
@@ -153,3 +154,32 @@ def test_on_the_h200_a_step_is_within_15_percent_of_what_was_measured() -> None:
         assert found is not None
         said_rate = batch[0] * batch[1] / found.seconds
         assert said_rate == pytest.approx(run["tokens_per_s"], rel=0.15), (run["size"], run["stage"])
+
+
+def test_where_all_units_keep_their_activations_a_step_is_as_without_recomputation() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[Two() for _ in range(UNITS)])
+    inputs = torch.empty(BATCH, WIDTH, device="meta")
+    plain, auto, again = (
+        zeor.predict(model, inputs=inputs, units=[Two], gpu=MACHINE, recompute=each) for each in (False, "auto", True)
+    )
+    assert plain.time is not None and auto.time is not None and again.time is not None
+    assert auto.kept == UNITS  # the root computes nothing again, and is not counted
+    assert auto.time.seconds == pytest.approx(plain.time.seconds) and again.time.seconds > plain.time.seconds
+    a_unit = 2 * BATCH * WIDTH * 4
+    assert plain.device_peak <= auto.device_peak <= plain.device_peak + a_unit
+
+
+def test_products_in_8_bits_cast_what_they_read() -> None:
+    machine = replace(MACHINE, products8=FREE, elementwise=1.0)
+    work = Work(products=1.0, operands=3.0, nbytes=5.0)
+    assert work.seconds(machine, fp8=True) == pytest.approx(5.0 + 3 * CAST_NBYTES)
+    assert work.seconds(replace(machine, fused=0.5), compiled=True, fp8=True) == pytest.approx(2.5 + 3 * CAST_NBYTES)
+    assert work.seconds(machine) == pytest.approx(5.0 + 1.0 / machine.products)
+    traced = cost_of(torch.ops.aten.mm.default, *_products((4, 8), (8, 16)))
+    assert traced is not None and traced.operands == 4 * 8 + 8 * 16
+
+
+def _products(left: tuple[int, int], right: tuple[int, int]) -> tuple[Any, Any, Any]:
+    a, b = torch.empty(left, dtype=torch.bfloat16), torch.empty(right, dtype=torch.bfloat16)
+    return (a, b), {}, a @ b

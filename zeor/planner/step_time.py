@@ -15,6 +15,7 @@ import torch
 from zeor.optim.streaming.moments import moment_itemsize
 from zeor.planner import network
 from zeor.planner.coding import coding_seconds
+from zeor.planner.kept import needs
 from zeor.planner.machine import Along, Machine
 from zeor.planner.network import Cost
 from zeor.planner.peaks import Model
@@ -163,8 +164,7 @@ def _passes(model: Model, pace: Pace) -> tuple[list[float], list[float]]:
     ]
     back = Work()
     back.add(works.backward)
-    for unit in pace.kept:
-        back.add(works.forward.get(unit, Work()), -1.0)
+    back.add(_computed_again(model), -_share_kept(model, pace, forward))
     behind = back.seconds(machine, pace.compiled, pace.fp8)
     total = sum(forward) or 1e-12
     backward = [behind * each / total for each in forward]
@@ -173,6 +173,23 @@ def _passes(model: Model, pace: Pace) -> tuple[list[float], list[float]]:
     slower = max(1.0, launched / busy if busy else 1.0) if machine.native else 1.0 + (launched / busy if busy else 0.0)
     slower /= pace.share
     return [each * slower for each in forward], [each * slower for each in backward]
+
+
+def _computed_again(model: Model) -> Work:
+    """Of all units together. Less than their forwards: a recomputation ends when it has what backward reads."""
+    found = Work()
+    if model.plain is not None:
+        found.add(model.trace.works.backward)
+        found.add(model.plain.works.backward, -1.0)
+    return found
+
+
+def _share_kept(model: Model, pace: Pace, forward: Sequence[float]) -> float:
+    """Of what is computed again, by the time of forward, how much units that keep their activations need not."""
+    if model.plain is None or not pace.kept:
+        return 0.0
+    again = {unit for unit, _ in needs(model.plain, model.trace)}
+    return sum(forward[unit] for unit in again & pace.kept) / (sum(forward[unit] for unit in again) or 1.0)
 
 
 def _update_seconds(lane: PlannedLane, pace: Pace) -> float:

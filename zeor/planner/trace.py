@@ -38,7 +38,7 @@ from zeor.spec.keys import lane_key
 class Trace:
     """`peaks[n]`: the most bytes alive while n gradients had arrived. `arrived`: the parameters, in that order.
     `entered`: units in the order of forward, each with the most bytes alive from then until the next one's turn.
-    `kept`: (unit, bytes) by call, what a unit's forward has left alive when it is over."""
+    `kept`: (unit, bytes) by call, what a unit's forward has left alive when it is over, units inside it left out."""
 
     peaks: list[int] = field(default_factory=lambda: [0])
     arrived: list[nn.Parameter] = field(default_factory=list)
@@ -198,7 +198,8 @@ class _Counter(TorchDispatchMode):
         self.live, self._found = 0, found
         self._held: dict[int, tuple[Any, int]] = {}
         self._ignored: set[int] = set()
-        self._inside: list[tuple[int, int]] = []  # units whose forward goes on, and what was alive before it
+        # Units whose forward goes on: what was alive before it, and what units inside it have left alive since.
+        self._inside: list[tuple[int, int, int]] = []
         self._backward = False
 
     def begin(self, params: dict[nn.Parameter, nn.Parameter], inputs: Any) -> None:
@@ -220,12 +221,18 @@ class _Counter(TorchDispatchMode):
         if not self._found.arrived:
             self._found.entered.append((unit, self.live))
         if not self._backward:
-            self._inside.append((unit, self.live))
+            self._inside.append((unit, self.live, 0))
 
     def leave(self, unit: int) -> None:
         """It is over, with the result alive."""
-        if not self._backward and self._inside and self._inside[-1][0] == unit:
-            self._found.kept.append((unit, max(0, self.live - self._inside.pop()[1])))
+        if self._backward or not self._inside or self._inside[-1][0] != unit:
+            return
+        _, before, of_others = self._inside.pop()
+        left = self.live - before
+        self._found.kept.append((unit, max(0, left - of_others)))
+        if self._inside:
+            outer, outer_before, others = self._inside[-1]
+            self._inside[-1] = (outer, outer_before, others + left)
 
     def turn(self) -> None:
         """Backward begins."""
