@@ -5,7 +5,7 @@ plain operations there, but for which of many NaNs is decoded: the same products
 contracted: enable_fp_fusion=False), the butterflies over distances 1, 2, ..., 64, the hash of noise.py in 32 bits, and
 a correctly rounded division, as torch has it.
 
-A program works on ROWS blocks, one to a row of its tile. Never run on a GPU so far: Triton's interpreter runs the same.
+A program works on ROWS blocks, one to a row of its tile. Without a GPU Triton's interpreter runs the same.
 """
 
 from __future__ import annotations
