@@ -88,6 +88,30 @@ def test_what_wires_have_left_out_goes_and_comes_too(ranks, tmp_path, wire):
     ranks(check_same_bits, 2, [{"stage": 2, "wire": wire}], str(tmp_path))
 
 
+def check_accumulating(release: bool) -> None:
+    """Trainers of texts that the model itself has written generate in front of a step's first micro-batch, and are
+    inside no_sync already."""
+    found = []
+    for parked in (False, True):
+        model, optimizer = made(stage=3, release=release)
+        for step in range(3):
+            with zeor.accumulate(model) if release else zeor.no_sync(model):
+                if parked:
+                    zeor.park(model, optimizer)
+                    zeor.unpark(model, optimizer)
+                offloads.loss_of(model, step).backward()
+            offloads.loss_of(model, step + 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(left(model, optimizer))
+    same(*found)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_in_front_of_the_first_of_several_micro_batches(ranks, release):
+    ranks(check_accumulating, 2, release)
+
+
 def check_divided(stage: int) -> None:
     """Beside tensor parallelism, whose ranks have lanes of their own."""
     setting = divided.Divided("sequence", (2, 2), stage)
@@ -236,6 +260,12 @@ def lent(model: nn.Module) -> Tensor:
     return found[0]
 
 
+def between_micro_batches(model: nn.Module, optimizer: Any) -> Any:
+    with zeor.no_sync(model):
+        offloads.loss_of(model, 0).backward()
+        zeor.park(model, optimizer)
+
+
 def inside_full_params(model: nn.Module, optimizer: Any) -> Any:
     with zeor.full_params(model):
         zeor.park(model, optimizer)
@@ -265,6 +295,7 @@ def check_moment(wrong: Callable[[nn.Module, Any], Any], stage: int) -> str:
     ("wrong", "said"),
     [
         (with_gradients, "has a gradient, which zeor.park does not move"),
+        (between_micro_batches, "has a gradient, which zeor.park does not move"),
         (with_a_view, "something still holds a tensor over parameters of unit"),
         (inside_full_params, "zeor.park was called inside zeor.full_params"),
         (without_optimizer, "zeor.park was not given its AdamW"),

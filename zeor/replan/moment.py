@@ -20,7 +20,6 @@ def optimizers_of(optimizer: Any) -> list[Any]:
 def check_moment(state: Sharded, who: str) -> None:
     """RuntimeError where something is under way. `who`: the verb that was called."""
     engine = state.engine
-    backward, release = engine.backward, engine.find(Release)
     if state.shown:
         raise RuntimeError(f"{who} was called inside zeor.full_params; call it outside.")
     engine.borrowed.refuse(f"{who} was called")
@@ -31,9 +30,7 @@ def check_moment(state: Sharded, who: str) -> None:
             f"{who} was called inside a forward, a backward or a step; call it between steps, after "
             "optimizer.zero_grad()."
         )
-    if not backward.sync or (release is not None and release.keeps):
-        raise RuntimeError(f"{who} was called inside zeor.no_sync or zeor.accumulate; call it outside.")
-    backward.recover()
+    engine.backward.recover()
     for slot in engine.slots:
         grads = slot.lane.grads
         if grads is not None and (grads.has[slot.index] or grads.state is not State.EMPTY):
@@ -41,6 +38,13 @@ def check_moment(state: Sharded, who: str) -> None:
                 f"Parameter {slot.name!r} has a gradient, which {who} does not move; call it after "
                 "optimizer.step() and optimizer.zero_grad()."
             )
+
+
+def check_outside_accumulation(state: Sharded, who: str) -> None:
+    """RuntimeError inside zeor.no_sync and zeor.accumulate, for what makes another engine: they are the old one's."""
+    release = state.engine.find(Release)
+    if not state.engine.backward.sync or (release is not None and release.keeps):
+        raise RuntimeError(f"{who} was called inside zeor.no_sync or zeor.accumulate; call it outside.")
 
 
 def check_optimizers(state: Sharded, given: list[Any], who: str) -> None:

@@ -33,9 +33,10 @@ def park(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = N
         texts = engine.generate(prompts)
         zeor.unpark(model, optimizer)
 
-    Every rank calls it, between optimizer.zero_grad() and the next forward, with all optimizers of the model. Until
-    zeor.unpark whatever needs the model (a forward, step(), zeor.save, reading a parameter) is refused; zeor.report
-    says how much is where. Objects stay the same: parameters, optimizer, schedulers, loaders.
+    Every rank calls it, between optimizer.zero_grad() and the next forward, inside zeor.no_sync too, with all
+    optimizers of the model. Until zeor.unpark whatever needs the model (a forward, step(), zeor.save, reading a
+    parameter) is refused; zeor.report says how much is where. Objects stay the same: parameters, optimizer, schedulers,
+    loaders.
 
     It takes as much host memory as zeor.report says is on the device, which is kept for the next time; at stage 3 that
     is a slice, at stages 0 to 2 each rank parks all of compute. Buffers of the model stay. Where something fails, on

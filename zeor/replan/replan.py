@@ -40,7 +40,7 @@ from zeor.plan import Plan, nearest
 from zeor.planner.asked import Asked, chosen_by
 from zeor.planner.startup import show_start
 from zeor.replan.contents import Everything, Had, Wants, to_be_moved
-from zeor.replan.moment import check_moment, check_optimizers, optimizers_of
+from zeor.replan.moment import check_moment, check_optimizers, check_outside_accumulation, optimizers_of
 from zeor.replan.moving import Mover
 from zeor.replan.switch import Switch
 from zeor.step.engine import Engine
@@ -99,6 +99,7 @@ def _replan(model: nn.Module, state: Sharded, optimizers: list[Any], options: di
     root = unwrapped(model)
 
     def check() -> tuple[Asked, Plan]:
+        check_outside_accumulation(state, "zeor.replan")
         check_moment(state, "zeor.replan")
         old.refuse_divided("zeor.replan moves whole parameters; save, shard with the other plan, and zeor.load.")
         check_optimizers(state, optimizers, "zeor.replan")
