@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,17 +233,22 @@ class Pictures(Place):
 
 
 def shimmed() -> None:
-    """torchvision, which timm imports, asks for operators that its build for GPUs alone registers."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-                   "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
-        with contextlib.suppress(RuntimeError):  # registered by torchvision itself
+    """Where torchvision is installed (timm needs it) in its build for GPUs and torch is without them, its operators
+    cannot be loaded, and neither timm nor transformers can be imported. Two names of operators are enough for both."""
+    found = find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+    except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+                       "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
             library.define(schema)
-    shimmed.library = library  # type: ignore[attr-defined]  # it unregisters when it is freed
+        shimmed.library = library  # type: ignore[attr-defined]  # it unregisters when it is freed
 
 
 def timm(place: Place) -> Found:
-    shimmed()
     names = Pictures(place, "timm").execute(blocks("timm")[0], Pictures(place, "timm").names(torch.nn.Identity()))
     image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
@@ -321,6 +327,7 @@ AFTER: dict[str, Callable[[Place], Found]] = {
 
 def main(arguments: Sequence[str]) -> Any:
     what, folder, *tools = arguments
+    shimmed()
     found: Found = {}
     for tool in tools:
         for stage in STAGES if what == "two" else (None,):
