@@ -47,6 +47,7 @@ from zeor.features.release import Release
 from zeor.features.totals import total
 from zeor.memory import device as devices
 from zeor.memory import param as parameters
+from zeor.memory.placed import is_placed
 from zeor.model.discover import find_units
 from zeor.model.shareable import check_model
 from zeor.model.wrapped import compile_in_place, refuse_wrapped, unwrapped
@@ -114,7 +115,8 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
 
     plan=None        what zeor.choose found for a batch and this machine: all options below that it names. "auto": those
                      that decide by themselves, by what a step takes (recompute="auto"; hierarchy="auto" without a
-                     mesh; offload="auto" on an accelerator, and compile=True where torch.compile has its GPU compiler).
+                     mesh; offload="auto" on an accelerator, and compile=True where torch.compile has its GPU compiler
+                     and tensor parallelism has not cut the model).
     stage=3          0: everything full (DDP). 1: optimizer state sliced. 2: gradients too. 3: parameters too. Or one
                      for each axis of the mesh: {"gpu": 3, "node": 1} cuts parameters inside a node, and the
                      optimizer's state over all ranks.
@@ -171,7 +173,8 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
                "wire": wire, **unknown}  # fmt: skip
     with torch.device("cpu"):  # what zeor makes has its own device, whatever default the caller has set
         asked = Asked(Where(mesh, hierarchy, device, experts), options, units)
-        return _shard(model, optimizer, asked.with_plan(plan, _DEFAULTS))
+        is_cut = any(map(is_placed, model.parameters()))
+        return _shard(model, optimizer, asked.with_plan(plan, _DEFAULTS, is_cut))
 
 
 def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:

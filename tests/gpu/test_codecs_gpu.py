@@ -1,4 +1,4 @@
-"""The fused kernels of codecs against the plain operations, bit by bit. Never run on a GPU so far.
+"""The fused kernels of codecs against the plain operations, bit by bit.
 
 Without a GPU, Triton's interpreter runs the same:  TRITON_INTERPRET=1 python -m pytest tests/gpu/test_codecs_gpu.py
 """
@@ -42,9 +42,10 @@ def fused(codec: Codec, values: Tensor, dtype: torch.dtype, begin: int = 0) -> t
     codes, scales = codec._apart(message)
     base = NOISE.word(0) if codec.chance else None
     largest, signs = codec._fused(values.device)
-    triton_codecs.encode(values, codes, scales.view(torch.int16), largest, signs, base)
+    scales = scales.view(torch.int16)
+    triton_codecs.encode(values, codes[None], scales[None], largest, signs, base)
     found, first = torch.empty(values.numel() - begin, dtype=dtype, device=values.device), begin // BLOCK
-    triton_codecs.decode(found, codes[first:], scales[first:].view(torch.int16), largest, signs)
+    triton_codecs.decode(found, codes[None, first:], scales[None, first:], largest, signs)
     return message, found
 
 
@@ -113,6 +114,60 @@ def test_places_wrap_as_they_do_in_plain_operations(device, codec):
     again, _ = fused(codec, torch.cat([randn(BLOCK, device, 5), values]), torch.float32)
     codes, moved = codec._apart(first)[0], codec._apart(again)[0][1:]
     assert torch.equal(codes, moved) is not codec.chance
+
+
+def bits(found: Tensor) -> Tensor:
+    return found.cpu().view(torch.int32 if found.dtype == torch.float32 else torch.int16)
+
+
+@EACH
+@pytest.mark.parametrize("numel", [BLOCK, 3 * BLOCK + 5, 19 * BLOCK])
+def test_several_messages_at_a_time_are_as_one_by_one(device, codec, numel, monkeypatch):
+    monkeypatch.setattr(Codec, "_kernels", lambda self, values: None)
+    values, apart = randn(5 * numel, device), 2 * BLOCK + 6  # bytes between two messages, as other slices' codes are
+    row = codec.nbytes(numel)
+    wanted = torch.full((5, row + apart), 7, dtype=torch.uint8)
+    codec.encode_each(wanted[:, :row], values.cpu(), NOISE)
+    decoded = torch.empty(5 * numel)
+    codec.decode_each(decoded, wanted[:, :row])
+    monkeypatch.undo()
+    monkeypatch.setattr(Codec, "_kernels", lambda self, values: kernels())
+    messages, found = torch.full_like(wanted, 7, device=device), torch.empty(5 * numel, device=device)
+    codec.encode_each(messages[:, :row], values, NOISE)
+    codec.decode_each(found, messages[:, :row])
+    assert torch.equal(messages.cpu(), wanted) and torch.equal(bits(found), bits(decoded))
+
+
+@EACH
+@pytest.mark.parametrize("number", [0, 1, 4])
+@pytest.mark.parametrize("factor", [1.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_of_messages_is_that_of_plain_operations_in_their_order(
+    device, codec, number, factor, dtype, monkeypatch
+):
+    numel = 17 * BLOCK + 9
+    values, own = randn(5 * numel, device), randn(numel, device, 9).to(dtype)
+    messages = torch.empty(5, codec.nbytes(numel), dtype=torch.uint8)
+    monkeypatch.setattr(Codec, "_kernels", lambda self, values: None)
+    codec.encode_each(messages, values.cpu(), NOISE)
+    parts = torch.empty(5, numel)
+    codec.decode_each(parts.view(-1), messages)
+    assert codec.sum_each(own, messages.to(device), own, number, factor) is False
+    parts[number] = own.cpu().float()
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    wanted = (total if factor == 1.0 else total * factor).to(dtype)
+    monkeypatch.undo()
+    monkeypatch.setattr(Codec, "_kernels", lambda self, values: kernels())
+    assert codec.sum_each(own, messages.to(device), own, number, factor) is True  # into the place of its own part
+    assert torch.equal(bits(own), bits(wanted))
+
+
+def kernels():
+    from zeor.memory import triton_codecs
+
+    return triton_codecs
 
 
 @pytest.mark.skipif(INTERPRETED, reason="which of them a codec takes is decided on a GPU")

@@ -12,6 +12,8 @@ from torch import nn
 
 import zeor
 from benchmarks.decoder import SIZES, Decoder
+from zeor.memory import device as devices
+from zeor.planner.asked import Asked, Where
 from zeor.planner.choose import Choice
 from zeor.planner.machine import MACHINES
 from zeor.planner.plans import micro_batches
@@ -156,6 +158,16 @@ def test_shard_takes_a_choice_and_trains_as_without(ranks: Callable[..., list[An
     plain = ranks(trained, 2, None)[0][1]
     for plan in ("choose", "auto"):
         assert ranks(trained, 2, plan)[0][1] == plain
+
+
+def test_auto_compiles_no_model_that_tensor_parallelism_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "compiles", lambda: True)
+    defaults = {"recompute": False, "offload": None, "compile": False, "hierarchy": None}
+    asked = Asked(Where(None, None, None), dict(defaults), None)
+    assert asked.with_plan("auto", defaults, False).options["compile"] is True
+    cut = asked.with_plan("auto", defaults, True).options
+    assert (cut["compile"], cut["offload"], cut["recompute"]) == (False, "auto", "auto")
 
 
 def test_plan_takes_the_place_of_defaults_and_of_nothing_that_was_given() -> None:

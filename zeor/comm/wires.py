@@ -19,7 +19,7 @@ hold then depends on the past: where it must not (a checkpoint was saved or load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from zeor.comm import verbs
 from zeor.comm.axes import Axis
 from zeor.comm.feedback import Residual, forget_nonfinite
 from zeor.memory.buffers import Ledger
-from zeor.memory.codecs import DEVICE_CHUNK_NUMEL, HOST_CHUNK_NUMEL, Encoding
+from zeor.memory.codecs import DEVICE_CHUNK_NUMEL, HOST_CHUNK_NUMEL, Codec, Encoding
 from zeor.memory.noise import Noise
 
 
@@ -62,8 +62,13 @@ class Coded:
 
     def encode(self, message: Tensor, values: Tensor, first: int = 0) -> None:
         """`first`: how many elements lie before them, for the noise."""
+        if isinstance(self.codec, Codec) and values.numel():
+            return self.codec.encode_each(self._by_slice(message), values, self.noise_at(first))
         for elements, codes in self.slices(values.numel()):
             self.codec.encode_into(message[codes], values[elements], self.noise_at(first + elements.start))
+
+    def _by_slice(self, message: Tensor) -> Tensor:
+        return message.view(-1, self.codec.nbytes(self.slice_numel))
 
     def noise_at(self, element: int) -> Noise | None:
         return None if self.noise is None else self.noise.beyond(element)
@@ -80,8 +85,25 @@ class Coded:
                 forget_nonfinite(left[begin:end].sub_(sent))
 
     def decode(self, values: Tensor, message: Tensor) -> None:
+        if isinstance(self.codec, Codec) and values.numel():
+            return self.codec.decode_each(values, self._by_slice(message))
         for elements, codes in self.slices(values.numel()):
             self.codec.decode_into(values[elements], message[codes])
+
+    def add(self, values: Tensor, message: Tensor) -> None:
+        """What is decoded to what `values` holds: see Note [Differences]."""
+        assert isinstance(self.codec, Codec)
+        messages, length = self._by_slice(message), self.slice_numel
+        together = max(1, _chunk_numel(values) // length)  # slices that are one chunk
+        for number in range(0, len(messages), together):
+            some, into = messages[number : number + together], values[number * length : (number + together) * length]
+            for begin, end in [(0, into.numel())] if len(some) > 1 else _chunks(into):
+                moved = torch.empty(end - begin, dtype=torch.float32, device=into.device)
+                if len(some) > 1:
+                    self.codec.decode_each(moved, some)
+                else:
+                    self.codec.decode_into(moved, some[0], begin)
+                into[begin:end].copy_(moved.add_(into[begin:end]))
 
     @torch.no_grad()
     def image(self, values: Tensor) -> Tensor:
@@ -138,23 +160,13 @@ class Gather:
             self._begun().wait(noted)
             nbytes = self.messages.nbytes, self._full.nbytes
             with self._axis.observer.coding("decode", self._label, self._axis.device, nbytes):
-                parts = self._full.view(self._axis.size, -1)
-                for part, message in zip(parts, self.messages.view(self._axis.size, -1)):
-                    if self._coded.differs:
-                        self._add(part, message)
-                    else:
-                        self._coded.decode(part, message)
+                if not self._coded.differs:
+                    self._coded.decode(self._full, self.messages)
+                else:
+                    self._coded.add(self._full, self.messages)
             self._coded.give(self.messages)
             self._full, self._mine = None, self._mine[:0]
         return self._mine
-
-    def _add(self, part: Tensor, message: Tensor) -> None:
-        for elements, codes in self._coded.slices(part.numel()):
-            into = part[elements]
-            for begin, end in _chunks(into):
-                moved = torch.empty(end - begin, dtype=torch.float32, device=part.device)
-                self._coded.codec.decode_into(moved, message[codes], begin)
-                into[begin:end].copy_(moved.add_(into[begin:end]))
 
 
 class _Then:
@@ -191,15 +203,29 @@ class Reduce:
         others = axis.size - 1
         self._nbytes = self._row * others, numel * self._parts.itemsize * others
         with axis.observer.coding("encode", label, axis.device, self._nbytes):
-            for rank, (part, message) in enumerate(zip(self._parts, self._sent.view(axis.size, -1))):
-                left, first = self._left[rank] if self._left else None, self._first + rank * numel
-                if left is not None:
-                    self._coded.encode_kept(message, part, left, first)
-                elif rank != axis.rank:
-                    self._coded.encode(message, part, first)
+            if self._left:
+                self._encode_kept(self._left)
+            else:
+                self._encode()
         axis.observer.traffic.shortened(axis.name, "reduce", self._nbytes[1] - self._nbytes[0])
         self._move = verbs.exchange(axis, self._sent, self._received, label)
         return self
+
+    def _encode(self) -> None:
+        """For the ranks before this one, and for those behind it."""
+        numel, rank = self._parts.shape[1], self._axis.rank
+        for ranks in (slice(rank), slice(rank + 1, None)):
+            first = self._first + (ranks.start or 0) * numel
+            self._coded.encode(self._sent.view(-1, self._row)[ranks].flatten(), self._parts[ranks].flatten(), first)
+
+    def _encode_kept(self, lefts: Sequence[Tensor | None]) -> None:
+        numel = self._parts.shape[1]
+        for rank, (part, message) in enumerate(zip(self._parts, self._sent.view(-1, self._row))):
+            left, first = lefts[rank], self._first + rank * numel
+            if left is not None:
+                self._coded.encode_kept(message, part, left, first)
+            elif rank != self._axis.rank:
+                self._coded.encode(message, part, first)
 
     def arrives_within(self, seconds: float) -> bool:
         return self._sum is not None or self._move.arrives_within(seconds)
@@ -210,12 +236,24 @@ class Reduce:
             self._move.wait()
             into = self._into()
             with self._axis.observer.coding("decode", self._label, self._axis.device, self._nbytes):
-                self._sum_up(into, verbs.exchanged(self._axis, self._received))
+                if not self._sum_at_once(into):
+                    self._sum_up(into, verbs.exchanged(self._axis, self._received))
             for message in (self._received, self._sent):
                 self._coded.give(message)
             self._sum = into
             self._parts = self._parts[:0]
         return self._sum
+
+    def _sum_at_once(self, into: Tensor) -> bool:
+        """By one operation for each slice, where the device has it and messages lie by rank; else False."""
+        codec, size = self._coded.codec, self._axis.size
+        if not isinstance(codec, Codec) or self._received.numel() != size * self._row or not into.numel():
+            return False
+        messages, own = self._received.view(size, -1), self._parts[self._axis.rank]
+        return all(
+            codec.sum_each(into[elements], messages[:, codes], own[elements], self._axis.rank, self._factor)
+            for elements, codes in self._coded.slices(into.numel())
+        )
 
     def _sum_up(self, into: Tensor, messages: list[Tensor | None]) -> None:
         """In rank order, piece by piece; `into` may be this rank's own part."""
@@ -236,6 +274,10 @@ class Reduce:
                 out[begin:end].copy_(total if self._factor == 1.0 else total.mul_(self._factor))
 
 
+def _chunk_numel(flat: Tensor) -> int:
+    return HOST_CHUNK_NUMEL if flat.device.type == "cpu" else DEVICE_CHUNK_NUMEL
+
+
 def _chunks(flat: Tensor) -> list[tuple[int, int]]:
-    size = HOST_CHUNK_NUMEL if flat.device.type == "cpu" else DEVICE_CHUNK_NUMEL
+    size = _chunk_numel(flat)
     return [(begin, min(begin + size, flat.numel())) for begin in range(0, flat.numel(), size)]

@@ -94,11 +94,9 @@ class Codec:
         assert message.numel() == self.nbytes(values.numel())
         if self.format == "bf16":
             return self._encode_bf16(message.view(torch.bfloat16), values, noise)
+        if self._kernels(values) is not None:
+            return self.encode_each(message.view(1, -1), values, noise)
         codes, scales = self._apart(message)
-        if (kernels := self._kernels(values)) is not None:
-            base = noise.word(0) if noise is not None and self.chance else None
-            kernels.encode(values, codes, scales.view(torch.int16), *self._fused(values.device), base)
-            return
         for begin, end in _chunks(values):
             part = values[begin:end].float()
             if part.numel() % BLOCK:
@@ -170,7 +168,7 @@ class Codec:
         codes, scales = self._apart(message)
         if (kernels := self._kernels(values)) is not None:
             at = slice(begin // BLOCK, begin // BLOCK + -(-values.numel() // BLOCK))
-            kernels.decode(values, codes[at], scales[at].view(torch.int16), *self._fused(values.device))
+            kernels.decode(values, codes[None, at], scales[None, at].view(torch.int16), *self._fused(values.device))
             return
         for first, end in _chunks(values):
             part = values[first:end]
@@ -195,6 +193,44 @@ class Codec:
         rows.mul_(unit)
         if self.rotates:
             torch.mul(_rotated(rows), _signs(rows.device), out=rows)
+
+    # ---- several messages at a time, of as many elements each: a device is given one operation for all
+
+    @torch.no_grad()
+    def encode_each(self, messages: Tensor, values: Tensor, noise: Noise | None = None) -> None:
+        """`values`: of one message after the other, as `noise` counts them."""
+        if (kernels := self._kernels(values)) is None:
+            length = values.numel() // max(1, len(messages))
+            for number, message in enumerate(messages):
+                begin = number * length
+                self.encode_into(message, values[begin : begin + length], noise and noise.beyond(begin))
+            return
+        codes, scales = self._each_apart(messages)
+        base = noise.word(0) if noise is not None and self.chance else None
+        kernels.encode(values, codes, scales, *self._fused(values.device), base)
+
+    @torch.no_grad()
+    def decode_each(self, values: Tensor, messages: Tensor) -> None:
+        if (kernels := self._kernels(values)) is None:
+            for part, message in zip(values.view(len(messages), -1), messages):
+                self.decode_into(part, message)
+            return
+        kernels.decode(values, *self._each_apart(messages), *self._fused(values.device))
+
+    @torch.no_grad()
+    def sum_each(self, into: Tensor, messages: Tensor, own: Tensor, number: int, factor: float) -> bool:
+        """The sum in fp32 of what the messages stand for, in their order, with `own` in place of message `number`,
+        times `factor`. False, and nothing is done, where that is not one operation."""
+        kernels = self._kernels(into)
+        if kernels is None or not own.is_contiguous() or own.dtype == torch.float64:
+            return False
+        kernels.sum_up(into, own, number, *self._each_apart(messages), factor, *self._fused(into.device))
+        return True
+
+    def _each_apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of all, as the kernels take them."""
+        edge = messages.shape[1] // (self._code_nbytes + _SCALE_NBYTES) * self._code_nbytes
+        return messages[:, :edge], messages[:, edge:].view(torch.int16)
 
     def _kernels(self, values: Tensor) -> Any:
         """The fused kernels (triton_codecs.py), where they do what the plain operations here do; else None."""
@@ -264,7 +300,8 @@ def _triton_codecs(device: torch.device) -> Any:
         from zeor.memory import triton_codecs
 
         values, codes = torch.zeros(BLOCK, device=device), torch.zeros(1, BLOCK, dtype=torch.uint8, device=device)
-        triton_codecs.encode(values, codes, torch.zeros(1, dtype=torch.int16, device=device), 127.0, None)
+        scales = torch.zeros(1, 1, dtype=torch.int16, device=device)
+        triton_codecs.encode(values, codes, scales, 127.0, None)
     except Exception:  # whatever a compiler may throw; plain operations make the same bits
         return None
     return triton_codecs

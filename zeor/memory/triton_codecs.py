@@ -79,21 +79,31 @@ def _cast(rows, dtype: tl.constexpr):
         return rows.to(dtype)
 
 
-@triton.jit(do_not_specialize=["n", "base"])
+@triton.jit
+def _placed(row, n, blocks):
+    """Of blocks counted over all messages: the message of each, its number there, and the places of its elements in the
+    message and among all values."""
+    message, block = row // blocks, row % blocks
+    inside = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return message, block, inside, message[:, None] * n + inside
+
+
+@triton.jit(do_not_specialize=["n", "base", "blocks", "messages"])
 def _encode_kernel(
-    values_ptr, codes_ptr, scales_ptr, signs_ptr, n, blocks, base,
+    values_ptr, codes_ptr, scales_ptr, signs_ptr, n, blocks, messages, codes_apart, scales_apart, base,
     LARGEST: tl.constexpr, INVERSE_LARGEST: tl.constexpr, CHANCE: tl.constexpr, ROTATES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    at = row[:, None] * BLOCK + column[None, :]
-    rows = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    message, block, inside, at = _placed(row, n, blocks)
+    there = message < messages
+    rows = tl.load(values_ptr + at, mask=there[:, None] & (inside < n), other=0.0).to(tl.float32)
     if ROTATES:
         rows = _rotated(rows * tl.load(signs_ptr + column)[None, :], ROWS)
 
     bits = _unit_bits(rows, INVERSE_LARGEST)
-    tl.store(scales_ptr + row, (bits >> 16).to(tl.int16), mask=row < blocks)
+    tl.store(scales_ptr + message * scales_apart + block, (bits >> 16).to(tl.int16), mask=there)
     coded = (bits > 0) & (bits < NAN_BITS)
     unit = tl.where(coded, bits, 0x3F800000).to(tl.float32, bitcast=True)
     scaled = tl.where(coded[:, None], rows * tl.div_rn(1.0, unit)[:, None], 0.0)
@@ -102,59 +112,119 @@ def _encode_kernel(
         scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     number = (scaled + ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000  # a whole one, or rounded to even here
 
+    codes_ptr += message[:, None] * codes_apart
     if LARGEST == 127.0:
-        tl.store(codes_ptr + at, number.to(tl.int8).to(tl.uint8, bitcast=True), mask=row[:, None] < blocks)
+        number = number.to(tl.int8).to(tl.uint8, bitcast=True)
+        tl.store(codes_ptr + block[:, None] * BLOCK + column[None, :], number, mask=there[:, None])
     else:  # element i of a block, and above it element i + 64
         low, high = tl.split(tl.permute(tl.reshape(number, (ROWS, 2, BLOCK // 2)), (0, 2, 1)))
-        at = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        tl.store(codes_ptr + at, (low + 16 * high + (8 + 16 * 8)).to(tl.uint8), mask=row[:, None] < blocks)
+        half = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(codes_ptr + half, (low + 16 * high + (8 + 16 * 8)).to(tl.uint8), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["n"])
-def _decode_kernel(
-    values_ptr, codes_ptr, scales_ptr, signs_ptr, n, blocks,
+@triton.jit
+def _decoded(
+    codes_ptr, scales_ptr, signs_ptr, block, there,
     LARGEST: tl.constexpr, ROTATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """These blocks of one message for each row, in fp32."""
     column = tl.arange(0, BLOCK)
-    unit = tl.load(scales_ptr + row, mask=row < blocks, other=0).to(tl.int32) << 16
+    unit = tl.load(scales_ptr + block, mask=there, other=0).to(tl.int32) << 16
     unit = unit.to(tl.float32, bitcast=True)
     if ROTATES:
         unit = unit * 0.0078125
     if LARGEST == 127.0:
-        at = row[:, None] * BLOCK + column[None, :]
-        codes = tl.load(codes_ptr + at, mask=row[:, None] < blocks, other=0)
+        codes = tl.load(codes_ptr + block[:, None] * BLOCK + column[None, :], mask=there[:, None], other=0)
         rows = codes.to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        at = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        codes = tl.load(codes_ptr + at, mask=row[:, None] < blocks, other=0).to(tl.int32)
+        half = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        codes = tl.load(codes_ptr + half, mask=there[:, None], other=0).to(tl.int32)
         pairs = tl.join((codes & 15) - 8, (codes >> 4) - 8)
         rows = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, BLOCK)).to(tl.float32)
     rows = rows * unit[:, None]
     if ROTATES:
         rows = _rotated(rows, ROWS) * tl.load(signs_ptr + column)[None, :]
-    at = row[:, None] * BLOCK + column[None, :]
-    tl.store(values_ptr + at, _cast(rows, values_ptr.dtype.element_ty), mask=at < n)
+    return rows
+
+
+@triton.jit(do_not_specialize=["n", "blocks", "messages"])
+def _decode_kernel(
+    values_ptr, codes_ptr, scales_ptr, signs_ptr, n, blocks, messages, codes_apart, scales_apart,
+    LARGEST: tl.constexpr, ROTATES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    message, block, inside, at = _placed(row, n, blocks)
+    there = message < messages
+    codes_ptr += message[:, None] * codes_apart
+    rows = _decoded(codes_ptr, scales_ptr + message * scales_apart, signs_ptr, block, there, LARGEST, ROTATES, ROWS)
+    tl.store(values_ptr + at, _cast(rows, values_ptr.dtype.element_ty), mask=there[:, None] & (inside < n))
+
+
+@triton.jit(do_not_specialize=["n", "blocks", "factor"])
+def _sum_kernel(
+    into_ptr, own_ptr, codes_ptr, scales_ptr, signs_ptr, n, blocks, codes_apart, scales_apart, factor,
+    MESSAGES: tl.constexpr, OWN: tl.constexpr, SCALES: tl.constexpr,
+    LARGEST: tl.constexpr, ROTATES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The numbers of message OWN are not its codes but those at own_ptr; added up in the order of messages."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = block < blocks
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mine = tl.load(own_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    # Pointers go on from message to message: a number times what lies between two may be more than 32 bits hold.
+    if OWN == 0:
+        total = mine
+    else:
+        total = _decoded(codes_ptr, scales_ptr, signs_ptr, block, there, LARGEST, ROTATES, ROWS)
+        for _ in range(1, OWN):
+            codes_ptr += codes_apart
+            scales_ptr += scales_apart
+            total += _decoded(codes_ptr, scales_ptr, signs_ptr, block, there, LARGEST, ROTATES, ROWS)
+        codes_ptr += codes_apart
+        scales_ptr += scales_apart
+        total += mine
+    for _ in range(OWN + 1, MESSAGES):
+        codes_ptr += codes_apart
+        scales_ptr += scales_apart
+        total += _decoded(codes_ptr, scales_ptr, signs_ptr, block, there, LARGEST, ROTATES, ROWS)
+    if SCALES:
+        total = total * factor
+    tl.store(into_ptr + at, _cast(total, into_ptr.dtype.element_ty), mask=at < n)
 
 
 def encode(
     values: Tensor, codes: Tensor, scales: Tensor, largest: float, signs: Tensor | None = None, base: int | None = None
 ) -> None:
-    """`codes`: bytes, and `scales`: 16 bits, of each block. `largest`: code. `signs`: of a rotated one. `base`: what
-    noise.py scrambles for the first element, where it is rounded by chance."""
-    blocks = scales.numel()
+    """`codes`: bytes of each block of each message, and `scales`: its 16 bits. Of `values`, which lie one after
+    another, each message has equally many. `largest`: code. `signs`: of a rotated one. `base`: what noise.py scrambles
+    for the first element, where it is rounded by chance."""
+    messages, blocks = scales.shape
     _launch(
-        _encode_kernel, blocks, values, codes, scales, signs, values.numel(), blocks, 0 if base is None else base,
+        _encode_kernel, messages * blocks, values, codes, scales, signs, values.numel() // max(1, messages), blocks,
+        messages, codes.stride(0), scales.stride(0), 0 if base is None else base,
         LARGEST=largest, INVERSE_LARGEST=1 / largest, CHANCE=base is not None, ROTATES=signs is not None,
     )  # fmt: skip
 
 
 def decode(values: Tensor, codes: Tensor, scales: Tensor, largest: float, signs: Tensor | None = None) -> None:
-    """As many elements as `values` has, from the first block of `codes` and `scales` on."""
-    blocks = scales.numel()
+    """As many elements as `values` has, from the first block of each message on."""
+    messages, blocks = scales.shape
     _launch(
-        _decode_kernel, blocks, values, codes, scales, signs, values.numel(), blocks,
-        LARGEST=largest, ROTATES=signs is not None,
+        _decode_kernel, messages * blocks, values, codes, scales, signs, values.numel() // max(1, messages), blocks,
+        messages, codes.stride(0), scales.stride(0), LARGEST=largest, ROTATES=signs is not None,
+    )  # fmt: skip
+
+
+def sum_up(
+    into: Tensor, own: Tensor, number: int, codes: Tensor, scales: Tensor, factor: float, largest: float,
+    signs: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The sum of all messages in their order, in fp32, times `factor`; in place of message `number` stands `own`, which
+    may be `into`."""
+    messages, blocks = scales.shape
+    _launch(
+        _sum_kernel, blocks, into, own, codes, scales, signs, into.numel(), blocks, codes.stride(0), scales.stride(0),
+        factor, MESSAGES=messages, OWN=number, SCALES=factor != 1.0, LARGEST=largest, ROTATES=signs is not None,
     )  # fmt: skip
 
 

@@ -48,12 +48,14 @@ class Asked(NamedTuple):
         units = self.units and [getattr(unit, "__name__", type(unit).__name__) for unit in self.units]
         return [f"hierarchy={self.where.hierarchy}", f"units={units}"]
 
-    def with_plan(self, plan: Choice | str | None, defaults: Mapping[str, Any]) -> Asked:
-        """What plan= names takes the place of defaults, and of nothing that was given."""
+    def with_plan(self, plan: Choice | str | None, defaults: Mapping[str, Any], is_cut: bool) -> Asked:
+        """What plan= names takes the place of defaults, and of nothing that was given. `is_cut`: the model has
+        DTensors, which compile= does not take."""
         if plan is None:
             return self
         given = {**self.options, "hierarchy": self.where.hierarchy}
-        chosen = chosen_by(plan, self.where, [name for name, value in given.items() if value != defaults.get(name)])
+        named = [name for name, value in given.items() if value != defaults.get(name)]
+        chosen = chosen_by(plan, self.where, [*named, "compile"] if is_cut else named)
         for name, value in chosen.items():
             if given[name] not in (defaults[name], value):
                 raise ValueError(
