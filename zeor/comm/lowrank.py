@@ -159,11 +159,19 @@ class Reduce:
             into = self._into()
             with self._axis.observer.coding("decode", self._label, self._axis.device, self._nbytes):
                 self._how.q.copy_(self._q[: self._how.q.numel()])
+                self._scale()
                 self._rebuild(into)
             for flat in (self._p, self._q, self._received):
                 self._how.ledger.give("factors", flat)
             self._sum = into
         return self._sum
+
+    def _scale(self) -> None:
+        """In fp32, before the cast to the sum's dtype: a sum of all ranks may be more than fp16 holds."""
+        if self._factor != 1.0:
+            self._q.mul_(self._factor)
+            for _, part in self._beside():
+                part.mul_(self._factor)
 
     def _rebuild(self, into: Tensor) -> None:
         """This rank's part of the sum of each block."""
@@ -180,8 +188,6 @@ class Reduce:
                 low, high = max(span.start, begin), min(span.stop, begin + part)
                 if low < high:
                     out[low - begin : high - begin].copy_(found[low - span.start : high - span.start])
-        if self._factor != 1.0:
-            into.mul_(self._factor)
 
 
 def _rows_into(out: Tensor, begin: int, matrix: Matrix, p: Tensor, q: Tensor) -> None:
