@@ -26,10 +26,12 @@ def joined(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _model(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
     params, aliases = {}, {}
+    residual: dict[str, Any] = next((each for each in said if "averaged_over" in each), {})  # not always the first's
+    averaged: dict[str, Any] = {name: residual[name] for name in ("averaged_over", "counted") if name in residual}
     for each in said:
         params.update({name: about for name, about in each["params"].items() if name not in params})
         aliases.update(each["aliases"])
-    return {**said[0], "params": params, "aliases": aliases}
+    return {**said[0], **averaged, "params": params, "aliases": aliases}
 
 
 def _optimizer(number: int, leads: Sequence[dict[str, Any]], values: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.parts.pieces import Key, Piece
 from zeor.plan import Wire
+from zeor.step.grads import GradLane
 from zeor.step.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py
@@ -87,6 +88,7 @@ class Load:
         self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self._wire: Wire | None = None  # that wire="auto" chose
+        self._residual: list[GradLane] = []  # that get some, on whatever rank
         self._elsewhere = run.naming.known
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -177,13 +179,19 @@ class Load:
 
     def _plan_residual(self, slot: Slot, stored: Stored) -> None:
         """What was left out of gradients is added to the next, by whatever wire that travels. The sum over ranks was to
-        be divided by how many there were, and will be by how many there are."""
+        be divided by how many there were, and will be by how many there are; or by how many items (zeor.mean_loss)."""
         self._check_fit(f"the residual of {slot.name}", stored, slot.whole_shape, slot.dtype)
         before = self.manifest.state.get("averaged_over")
         if type(before) is not int or before < 1:
             raise CheckpointError(f"{self.path} does not say over how many ranks its residuals are to be averaged.")
         lane, factor = slot.lane, self.run.averaged_over / before
-        for segment in lane.layout.segments_in(lane.fine) if lane.grads is not None else ():
+        if self.manifest.state.get("counted"):
+            factor = 1.0
+        if lane.grads is None:
+            return
+        if lane.grads not in self._residual:
+            self._residual.append(lane.grads)
+        for segment in lane.layout.segments_in(lane.fine):
             if segment.param == slot.index:
                 take = functools.partial(self._put_residual, slot, segment, factor)
                 each = _need(stored, slot, segment.start, segment.numel, self.run.everyone.device)
@@ -411,6 +419,8 @@ class Load:
         """This rank's part of everything; no rank waits for another in here."""
         self.run.drain()
         self.run.forget_residuals()
+        for grads in self._residual:  # the same on every rank, or a later save would miss parts of some
+            grads.put_flushed(0, torch.empty(0))
         for stepper in self.run.steppers:
             stepper.optimizer.state.clear()
         self.staging.fill(after_batch=self._put_pieces)

@@ -282,7 +282,7 @@ class Reduction:
     def begin_anew(self) -> None:
         """Nothing of the past is left."""
         self.wires.clear()
-        self.flushed = None
+        self.flushed, self._adopted = None, False
 
     def spread_out(self, legs: Sequence[along.Leg], total: Tensor, own: Tensor, label: str, begin: int) -> None:
         """Not waited for here: another rank may come to it only once this one's backward is over. `begin`: which

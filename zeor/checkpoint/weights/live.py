@@ -11,6 +11,7 @@ from zeor.checkpoint.files.plain import dtype_name
 from zeor.checkpoint.weights.naming import Named, Naming
 from zeor.comm.axes import Axis
 from zeor.features.auto_wire import AutoWire
+from zeor.features.mean_loss import Counts
 from zeor.plan import Wire
 from zeor.step import events
 from zeor.step.engine import Engine
@@ -81,6 +82,11 @@ class LiveModel:
     def averaged_over(self) -> int:
         """By what a sum of gradients over ranks is divided."""
         return self.shards.size if self.engine.plan.reduction == "mean" else 1
+
+    @property
+    def counts_items(self) -> bool:
+        """Gradients are divided by the number of items, see features/mean_loss.py, however many ranks there are."""
+        return self.engine.feature(Counts).mean
 
     def forget_residuals(self) -> None:
         """Nothing is left of gradients of before."""
