@@ -222,14 +222,17 @@ def test_what_one_rank_may_not_ask_is_refused_on_all(ranks):
         assert "is for runs that began with wire='auto'" in text
 
 
-def inside_join() -> str:
-    """Once a rank is out of data."""
-    model, optimizers = made(stage=2, wire="int8")
-    with pytest.raises(RuntimeError) as caught, zeor.join(model):
+def set_once_a_rank_has_left(model: Any, optimizers: Any) -> None:
+    with zeor.join(model):
         for step in range(1 + dist.get_rank()):
             offloads.one_step(model, optimizers, step, "plain")
         if dist.get_rank():
             zeor.set_wire(model, "exact")
+
+
+def inside_join() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        set_once_a_rank_has_left(*made(stage=2, wire="int8"))
     return str(caught.value)
 
 

@@ -102,7 +102,7 @@ class Load:
         self._check_names()
         if self._weights_only:
             return
-        self._wire = self.run.wire_of(self.manifest.state.get("wire"))
+        self._wire = self.run.wire_of(self.manifest.state)
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)

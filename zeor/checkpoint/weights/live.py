@@ -5,6 +5,7 @@ Only this module and the public verbs know the engine; every other function is g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from zeor.checkpoint.files.plain import dtype_name
@@ -111,9 +112,12 @@ class LiveModel:
         auto = self.engine.find(AutoWire)
         return None if auto is None else auto.saved()
 
-    def wire_of(self, saved: Any) -> Wire | None:
-        """What a checkpoint says was chosen, where that is for this run."""
-        auto = self.engine.find(AutoWire)
+    def wire_of(self, state: Mapping[str, Any]) -> Wire | None:
+        """What a checkpoint says was chosen, where that is for this run; stages of a pipeline choose for themselves."""
+        auto, saved = self.engine.find(AutoWire), state.get("wire")
+        if "wires" in state:
+            wires, alike = state["wires"], state.get("stages") == self.stages
+            saved = wires.get(str(self.naming.first_stage)) if alike and isinstance(wires, Mapping) else None
         return None if auto is None else auto.taken(saved)
 
     def take_wire(self, wire: Wire) -> None:
