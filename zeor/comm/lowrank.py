@@ -47,7 +47,8 @@ class Reduce:
     """PARTIAL -> SLICE, times `factor`, as wires.Reduce. `full`, of so many blocks, is not read after `start`."""
 
     def __init__(self, axis: Axis, full: Tensor, how: Factored, factor: float, into: Callable[[], Tensor], blocks: int):
-        self._axis, self._full, self._how, self._factor, self._into = axis, full, how, factor, into
+        self._axis, self._how, self._factor, self._into = axis, how, factor, into
+        self._full: Tensor | None = full
         self._numel, self._blocks = full.numel(), blocks
         p_numel, q_numel = how.pieces.factor_numels(how.rank)
         self._p, self._q = self._take(p_numel), self._take(q_numel)
@@ -68,6 +69,7 @@ class Reduce:
         axis, how = self._axis, self._how
         self._label = label
         with axis.observer.coding("encode", label, axis.device, self._nbytes):
+            assert self._full is not None
             how.residual.flat.add_(self._full)
             self._p[how.pieces.factor_numels(how.rank)[0] :].zero_()
             for (matrix, x, p), (_, _, last) in zip(self._factors(self._p, "rows"), self._factors(how.q, "columns")):
@@ -75,7 +77,7 @@ class Reduce:
             for span, part in self._beside():
                 part.copy_(how.residual.flat[span])
                 how.residual.flat[span].zero_()
-        self._full = self._full[:0]
+        self._full = None  # an empty part of it would keep its memory
         self._exchange(self._p)
         axis.observer.traffic.shortened(axis.name, "reduce", self._nbytes[1] - self._nbytes[0])
         return self
