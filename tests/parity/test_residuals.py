@@ -109,22 +109,44 @@ def test_legs_inside_wait_for_ranks_that_take_other_paths(ranks):
     assert all(each == first for each in others)
 
 
-def sent_all_until(wire: Any) -> list[bool]:
-    """By step, whether something was left; two optimizers step after each backward."""
+def in_halves(wire: Any) -> Any:
+    """Two optimizers step after each backward."""
     model = offloads.net()
     halves = list(model.blocks.parameters()), [*model.head.parameters(), model.scale]
     optimizers = [torch.optim.AdamW(params, lr=1e-2) for params in halves]
     zeor.shard(model, optimizers, stage=2, wire=wire, keep_whole=30)
+    return model, optimizers
+
+
+def keeps_after(model: Any, optimizers: Any, steps: range) -> list[bool]:
+    """By step, whether something was left of its gradients."""
     found = []
-    for step in range(4):
+    for step in steps:
         offloads.one_step(model, optimizers, step, "plain")
         lanes = [lane.grads for unit in state_of(model).engine.units for lane in unit.lanes if lane.grads is not None]
-        found.append(any(bool(each.any()) for grads in lanes for each in grads.residuals()))
+        found.append(any(bool(each.any()) for grads in lanes for each in grads._reduction.wires.tensors()))
     return found
 
 
-def test_a_warm_up_counts_the_steps_of_two_optimizers_once(ranks):
-    assert ranks(sent_all_until, 2, TopK(0.05, warmup=2)) == [[False, False, True, True]] * 2
+def warmed_up(folder: str, wire: Any) -> tuple[list[bool], ...]:
+    """Saved under the number of an epoch, loaded whole, and its weights alone into a run that begins."""
+    model, optimizers = in_halves(wire)
+    first = keeps_after(model, optimizers, range(4))
+    zeor.save(folder, model, optimizers, step=0)
+    on = keeps_after(model, optimizers, range(4, 6))
+    zeor.load(folder, *in_halves(wire))
+    other, its = in_halves(wire)
+    zeor.load(folder, other, its)
+    loaded = keeps_after(other, its, range(4, 6))
+    new, its = in_halves(wire)
+    zeor.load(folder, new, only="weights")
+    return first, on, loaded, keeps_after(new, its, range(3))
+
+
+def test_a_warm_up_counts_steps_of_the_run(ranks, tmp_path):
+    """Those of two optimizers are one, and the number that a checkpoint is given is none of them."""
+    for found in ranks(warmed_up, 2, str(tmp_path), TopK(0.05, warmup=2)):
+        assert found == ([False, False, True, True], [True, True], [True, True], [False, False, True])
 
 
 # ---- they train

@@ -88,6 +88,7 @@ class Load:
         self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self._wire: Wire | None = None  # that wire="auto" chose
+        self._run_steps = 0  # that its run had made
         self._residual: list[GradLane] = []  # that get some, on whatever rank
         self._elsewhere = run.naming.known
         self.missing: list[str] = []
@@ -103,6 +104,9 @@ class Load:
         if self._weights_only:
             return
         self._wire = self.run.wire_of(self.manifest.state)
+        self._run_steps = self.manifest.state.get("run_steps", self.manifest.step)
+        if type(self._run_steps) is not int or self._run_steps < 0:
+            raise CheckpointError(f"{self.path} does not say how many steps its run has made.")
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
@@ -482,6 +486,11 @@ class Load:
         if self._wire is not None:
             self.run.take_wire(self._wire)
 
+    def go_on_counting(self) -> None:
+        """A run that is given weights alone is another one."""
+        if not self._weights_only:
+            self.run.everyone.standing.run_steps = self._run_steps
+
     def restore_rng(self) -> None:
         if self._same_world:
             set_rng(self._rng(), self.run.everyone.device)
@@ -535,6 +544,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
         this.publish()
         this.take_wire()
     this.run.everyone.standing.seed_noise(manifest.step)
+    this.go_on_counting()
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
 

@@ -201,6 +201,8 @@ def _model(run: TrainingRun) -> dict[str, Any]:
         found["averaged_over"] = run.averaged_over  # what sums of residuals are to be divided by
         if run.counts_items:
             found["counted"] = True
+    if run.engine.plan.wire is not None:
+        found["run_steps"] = run.everyone.standing.run_steps  # by which a warm-up ends
     wire = run.chosen_wire()
     if wire is not None:
         found["wire"] = wire

@@ -274,7 +274,7 @@ class Engine:
         self.axes.everyone.steps += 1
         if self.reducer.waits_for_step:
             self.reducer.waits_for_step = False
-            self.axes.everyone.standing.updates += 1
+            self.axes.everyone.standing.run_steps += 1
         with self.announcer.announced(events.STEP, describe), torch.no_grad():
             yield self.step_order()
             self._end_step()
