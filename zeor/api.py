@@ -25,7 +25,7 @@ from zeor.access.stream import iter_full
 from zeor.access.trace import trace
 from zeor.checkpoint.weights.export import export
 from zeor.checkpoint.weights.pretrained import load_pretrained
-from zeor.comm.agree import same_everywhere
+from zeor.comm.agree import everywhere, same_everywhere
 from zeor.comm.attendance import attend
 from zeor.comm.axes import Axes, make_axis
 from zeor.comm.launch.world import ensure_process_group
@@ -589,21 +589,33 @@ def set_wire(model: nn.Module, wire: Wire | Mapping[str, Any] | str) -> None:
     """Tensors travel by another wire (see zeor.shard) from here on; every rank calls it, between two steps. Weights may
     begin to travel as codes at stage 3, and at stages 1 and 2 where the run began with a wire for weights, or with
     "auto". In such a run "auto" measures and chooses anew; any other wire ends the choosing."""
-    engine, chosen = _state(model).engine, Wire.parse(wire)
+    state = _state(model)
+    engine, everyone = state.engine, state.engine.axes.everyone
     auto = engine.find(AutoWire)
-    if chosen.auto and auto is None:
-        raise ValueError(
-            "zeor.set_wire(model, 'auto') is for runs that began with wire='auto'; give zeor.shard that, or name a "
-            "format here."
-        )
-    attend(engine.axes.everyone, "zeor.set_wire")
+    if engine.announcer.block is not None:  # a rank that is out of data cannot come here: all hear so
+        engine.announce(events.OTHER, "zeor.set_wire")
+    attend(everyone, "zeor.set_wire")
+
+    def check() -> Wire:
+        chosen = Wire.parse(wire)
+        if chosen.auto and auto is None:
+            raise ValueError(
+                "zeor.set_wire(model, 'auto') is for runs that began with wire='auto'; give zeor.shard that, or name a "
+                "format here."
+            )
+        return chosen
+
+    chosen: Wire = everywhere(everyone, check, "check of what zeor.set_wire was given", ValueError)
     if engine.axes.experts is not None:
         raise ValueError("zeor.set_wire does not know expert parallelism yet: leave it out of a model with experts=.")
     if chosen.auto and auto is not None:
-        return auto.choose_anew(chosen)
-    wiring.set_wire(engine, chosen)
-    if auto is not None:
-        auto.leave(chosen)
+        auto.choose_anew(chosen)
+    else:
+        wiring.set_wire(engine, chosen)
+        if auto is not None:
+            auto.leave(chosen)
+    if state.asked is not None:  # a later zeor.replan goes on by it
+        state.asked = state.asked._replace(options={**state.asked.options, "wire": chosen})
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import zeor
 from tests import offloads
 from zeor import Wire
+from zeor.access.sharded import state_of
 
 
 def made(**options: Any) -> Any:
@@ -206,3 +207,49 @@ def test_a_wire_that_says_nothing_sensible(given, told):
     with pytest.raises(ValueError) as caught:
         Wire(**given)
     assert told in str(caught.value)
+
+
+def told_apart() -> str:
+    """What only one rank is refused, all are."""
+    model, _ = made(stage=2, wire="int8")
+    with pytest.raises(ValueError) as caught:
+        zeor.set_wire(model, ("auto", "int8")[dist.get_rank()])
+    return str(caught.value)
+
+
+def test_what_one_rank_may_not_ask_is_refused_on_all(ranks):
+    for text in ranks(told_apart, 2, timeout=50):
+        assert "is for runs that began with wire='auto'" in text
+
+
+def set_once_a_rank_has_left(model: Any, optimizers: Any) -> None:
+    with zeor.join(model):
+        for step in range(1 + dist.get_rank()):
+            offloads.one_step(model, optimizers, step, "plain")
+        if dist.get_rank():
+            zeor.set_wire(model, "exact")
+
+
+def inside_join() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        set_once_a_rank_has_left(*made(stage=2, wire="int8"))
+    return str(caught.value)
+
+
+def test_inside_a_join_a_rank_that_is_out_of_data_is_not_waited_for(ranks):
+    for text in ranks(inside_join, 2, timeout=50):
+        assert "zeor.set_wire was called inside zeor.join after rank 0 had run out of data" in text
+
+
+def replanned() -> tuple[str, str]:
+    model, optimizers = made(stage=2, wire="int8")
+    zeor.set_wire(model, "bf16")
+    zeor.replan(model, optimizers, stage=3)
+    auto, its = made(stage=2, wire="auto")
+    zeor.set_wire(auto, "int8")
+    zeor.replan(auto, its, stage=3)
+    return tuple(str(state_of(each).engine.plan.wire) for each in (model, auto))
+
+
+def test_another_plan_goes_on_by_the_wire_that_was_set(ranks):
+    assert ranks(replanned, 2) == [(str(Wire("bf16", "bf16")), str(Wire("int8", "int8")))] * 2

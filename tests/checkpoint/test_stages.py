@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zeor
+from tests.features.test_auto_wire import AFTER, measuring
 from tests.parallel.grid import Grid, Run, differs, loss_of, made, new_mesh, reference
+from zeor.access.sharded import state_of
+from zeor.features.auto_wire import AutoWire
 
 STEP = 2
 
@@ -284,3 +287,65 @@ def apart() -> str:
 def test_stages_that_were_sharded_apart_are_refused(ranks: Callable) -> None:
     for found in ranks(apart, 2):
         assert found.startswith("ValueError: Stages [") and "nn.ModuleList" in found
+
+
+# ---- wires: each stage has its own
+
+
+class Uneven:
+    """The first stage is so small that nothing of its gradients stays behind."""
+
+    def __init__(self, wire: Any):
+        mesh = new_mesh(Grid(2, 2, 1))
+        self.rank, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
+        torch.manual_seed(self.rank)
+        self.stage = nn.Sequential(nn.Linear(8, 40), nn.Linear(40, 8)) if self.rank else nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.stage.parameters(), lr=0.1)
+        zeor.shard(self.stage, self.optimizer, mesh=mesh["dp"], stage=2, keep_whole=64, wire=wire)
+        piped = PipelineStage(self.stage, self.rank, 2, torch.device("cpu"), group=group)
+        self.schedule = schedules.ScheduleGPipe(
+            piped, 2, loss_fn=lambda found, wanted: (found - wanted).square().mean()
+        )
+        zeor.pipeline(self.schedule, names=lambda stage, name: f"{stage}.{name}")
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            given = {"target": torch.ones(4, 8)} if self.rank else {}
+            self.schedule.step(*(() if self.rank else (torch.randn(4, 8),)), **given)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def left_by_stage(folder: str) -> tuple[int, list[bool]]:
+    run, then = Uneven(zeor.TopK(0.1)), Uneven(zeor.TopK(0.1))
+    run.train(1)
+    zeor.save(folder, run.stage, run.optimizer, step=1)
+    zeor.load(folder, then.stage, then.optimizer)
+    slots = state_of(then.stage).engine.slots
+    left = [
+        bool(slot.lane.grads.flushed(each).any())
+        for slot in slots
+        for each in slot.lane.layout.segments_in(slot.lane.fine)
+    ]
+    return run.rank, left
+
+
+def test_what_is_left_of_gradients_of_a_later_stage_alone(ranks: Callable, tmp_path: Path) -> None:
+    for stage, left in ranks(left_by_stage, 4, str(tmp_path)):
+        assert any(left) == bool(stage)
+
+
+def chosen_by_stage(folder: str) -> tuple[int, str, str]:
+    run, then = Uneven("auto"), Uneven("auto")
+    with measuring(lambda: 0.9 if run.rank else 0.0):
+        run.train(AFTER)
+        zeor.save(folder, run.stage, run.optimizer, step=AFTER)
+        zeor.load(folder, then.stage, then.optimizer)
+    before, after = (state_of(each.stage).engine.feature(AutoWire) for each in (run, then))
+    assert before.decided and after.decided
+    return run.rank, before.wire, after.wire
+
+
+def test_each_stage_goes_on_by_the_wire_that_it_chose(ranks: Callable, tmp_path: Path) -> None:
+    for stage, before, after in ranks(chosen_by_stage, 4, str(tmp_path)):
+        assert before == after and (before.reduce == "exact") is (stage == 0)

@@ -110,6 +110,24 @@ def test_what_is_not_finite_is_forgotten(ranks):
     ranks(recovers, 2, 1)
 
 
+def means_of_halves() -> None:
+    """A sum of all ranks may be more than the dtype holds, its mean is not."""
+    axis = mesh_here()
+    layout = lay_out([(40, 24), (24,)], axis.size)
+    how = factored(axis, pieces_of(layout, [Span(0, layout.numel)], RANK), layout.numel)
+    given = torch.full((layout.numel,), 40000.0, dtype=torch.float16)
+    for begin, end in layout.gaps():
+        given[begin:end] = 0.0
+    into = torch.empty(layout.slice_numel, dtype=torch.float16)
+    Reduce(axis, given.clone(), how, 1 / axis.size, into.detach, 1).start("reduce").wait()
+    mine = given.view(axis.size, -1)[axis.rank]
+    assert torch.allclose(into.float(), mine.float(), rtol=2e-3)
+
+
+def test_a_mean_in_fp16_is_finite_where_gradients_are(ranks):
+    ranks(means_of_halves, 2)
+
+
 def test_zeros_and_what_has_less_rank(ranks):
     """Nothing is left of a matrix of rank one, and after zeros factors begin anew."""
 

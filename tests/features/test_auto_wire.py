@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from zeor.access.sharded import state_of
 from zeor.comm.links import Links
 from zeor.comm.meter import Meter, Metered
 from zeor.features import auto_wire
-from zeor.features.auto_wire import MEASURED, WARM_UP, AutoWire
+from zeor.features.auto_wire import MEASURED, WARM_UP, AutoWire, as_plain, from_plain
 from zeor.memory.coding_speed import Speed
 
 AFTER = WARM_UP + MEASURED  # steps
@@ -248,6 +249,30 @@ def resumed(folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_that_resumes_goes_on_by_the_wire_that_was_chosen(ranks, tmp_path, stage):
     ranks(resumed, 2, str(tmp_path), stage)
+
+
+def resumed_by_a_method(folder: str, wire: Wire) -> None:
+    """The run began by a method and stays with it, as nothing waits."""
+    with measuring(lambda: 0.0):
+        model, optimizers = offloads.made(keep_whole=30, stage=2, wire=wire)
+        steps(model, optimizers, range(AFTER))
+        zeor.save(folder, model, optimizers, step=AFTER)
+        assert of(model).saved() is not None
+        model, optimizers = offloads.made(keep_whole=30, stage=2, wire=wire)
+        zeor.load(folder, model, optimizers)
+    assert of(model).decided and of(model).wire == wire
+
+
+def test_a_checkpoint_holds_a_method_too(ranks, tmp_path):
+    ranks(resumed_by_a_method, 2, str(tmp_path), Wire(reduce=zeor.TopK(0.05, warmup=3), auto=True))
+
+
+def test_wires_in_plain_values():
+    for wire in (Wire("int8", "int4", across="bf16", rotate=True), Wire(across=zeor.PowerSGD(2), auto=True)):
+        assert from_plain(json.loads(json.dumps(as_plain(wire)))) == wire
+    for given in ({"reduce": {"method": "topkk"}}, {"reduce": {"fraction": 0.1}}):
+        with pytest.raises(ValueError, match="gradients travel by the method"):
+            from_plain(given)
 
 
 def loads_elsewhere(folder: str, options: dict[str, Any], decided: bool) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch import nn
 import zeor
 from tests import offloads
 from tests.offloads import CHUNK
+from tests.parity.models import Setting, placed
 from tests.parity.test_wires import made, same_bits
 from zeor import Offload, PowerSGD, RandomK, Sign, TopK, Wire
 from zeor.access.sharded import state_of
+from zeor.step import reduces
 
 TOPK, RANDOMK, SIGN, LOW = TopK(0.05), RandomK(0.2), Sign(0), PowerSGD(2, 0)
 INT4 = Wire(reduce="int4", feedback=True, rounding="stochastic", rotate=True)
@@ -71,6 +74,79 @@ def test_updates_cut_across_alone(ranks):
     """The first hop has several blocks then."""
     ranks(same_bits, 4, ((0, 1), (0, 2)), wire=LOW)
     ranks(same_bits, 4, ((0, 1), (0, 2)), wire=TOPK)
+
+
+class Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, without: int | None) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            found = block(x)
+            x = x + (found.detach() if number == without else found)
+        return x
+
+
+def lacks_a_gradient(wire: Any) -> dict[str, float]:
+    """Rank 0 has none for one block, so it comes to the blocks behind it when its backward is over."""
+    with mock.patch.object(reduces, "PATIENCE_SECONDS", 0.2):
+        torch.manual_seed(0)
+        model = Residuals()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zeor.shard(model, optimizer, wire=wire, keep_whole=40, **placed(Setting((1, 1), shape=(2, 2))))
+        for step in range(3):
+            without = 1 if dist.get_rank() == 0 and step else None
+            model(torch.randn(8, 32), without).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: float(param.detach().double().sum()) for name, param in model.named_parameters()}
+
+
+def test_legs_inside_wait_for_ranks_that_take_other_paths(ranks):
+    """Where a hop across follows, that waits for the end of backward too."""
+    first, *others = ranks(lacks_a_gradient, 4, Wire(reduce=LOW, across="exact"), timeout=60)
+    assert all(each == first for each in others)
+
+
+def in_halves(wire: Any) -> Any:
+    """Two optimizers step after each backward."""
+    model = offloads.net()
+    halves = list(model.blocks.parameters()), [*model.head.parameters(), model.scale]
+    optimizers = [torch.optim.AdamW(params, lr=1e-2) for params in halves]
+    zeor.shard(model, optimizers, stage=2, wire=wire, keep_whole=30)
+    return model, optimizers
+
+
+def keeps_after(model: Any, optimizers: Any, steps: range) -> list[bool]:
+    """By step, whether something was left of its gradients."""
+    found = []
+    for step in steps:
+        offloads.one_step(model, optimizers, step, "plain")
+        lanes = [lane.grads for unit in state_of(model).engine.units for lane in unit.lanes if lane.grads is not None]
+        found.append(any(bool(each.any()) for grads in lanes for each in grads._reduction.wires.tensors()))
+    return found
+
+
+def warmed_up(folder: str, wire: Any) -> tuple[list[bool], ...]:
+    """Saved under the number of an epoch, loaded whole, and its weights alone into a run that begins."""
+    model, optimizers = in_halves(wire)
+    first = keeps_after(model, optimizers, range(4))
+    zeor.save(folder, model, optimizers, step=0)
+    on = keeps_after(model, optimizers, range(4, 6))
+    zeor.load(folder, *in_halves(wire))
+    other, its = in_halves(wire)
+    zeor.load(folder, other, its)
+    loaded = keeps_after(other, its, range(4, 6))
+    new, its = in_halves(wire)
+    zeor.load(folder, new, only="weights")
+    return first, on, loaded, keeps_after(new, its, range(3))
+
+
+def test_a_warm_up_counts_steps_of_the_run(ranks, tmp_path):
+    """Those of two optimizers are one, and the number that a checkpoint is given is none of them."""
+    for found in ranks(warmed_up, 2, str(tmp_path), TopK(0.05, warmup=2)):
+        assert found == ([False, False, True, True], [True, True], [True, True], [False, False, True])
 
 
 # ---- they train
@@ -223,6 +299,94 @@ def test_a_checkpoint_holds_one_models_worth_for_any_ranks_stage_and_wire(ranks,
                 assert torch.allclose(value, first[name], rtol=1e-6), (name, world)
             elif wire is None:  # the same joint batch, and the same of before
                 assert torch.allclose(value, exact[name], rtol=1e-3, atol=1e-5), (name, world)
+
+
+def loaded_twice(folder: str) -> None:
+    """In a world of one what a checkpoint holds goes into the gradients themselves: each time it is loaded."""
+    model, optimizers = made(stage=2)
+    found = []
+    for _ in range(2):
+        zeor.load(folder, model, optimizers)
+        offloads.one_step(model, optimizers, 3, "plain")
+        found.append(offloads.whole(model))
+    offloads.same(found[1], found[0])
+
+
+def test_a_checkpoint_that_is_loaded_again_is_used_again(ranks, tmp_path):
+    ranks(saved, 2, str(tmp_path), TOPK)
+    ranks(loaded_twice, 1, str(tmp_path))
+
+
+class Pair(nn.Module):
+    """Of one lane the first of four ranks holds a part of the first weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(40, 40)), nn.Parameter(torch.randn(42, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.first @ self.second.T
+
+
+def of_pair(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, stage=2, **options)
+    return model, optimizer
+
+
+def kept_in_part() -> Any:
+    """The smaller weight travels exactly, so nothing is left of it."""
+    model, optimizer = of_pair(wire=TOPK, keep_whole=1600)
+    model(torch.randn(4, 40)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved_again(folder: str, then: str) -> tuple[bool, dict[str, torch.Tensor]]:
+    """By a run that has both in one lane, before it makes a gradient."""
+    model, optimizer = kept_in_part()
+    if then == "plan":
+        zeor.replan(model, optimizer, wire="exact", keep_whole=10)
+    else:
+        zeor.save(folder, model, optimizer, step=1)
+        model, optimizer = of_pair(keep_whole=10)
+        zeor.load(folder, model, optimizer)
+    one_lane = len(state_of(model).engine.slots[0].lane.layout.shapes) == 2
+    zeor.save(folder, model, optimizer, step=2)
+    model, optimizer = of_pair(keep_whole=10)
+    zeor.load(folder, model, optimizer)
+    return one_lane, {slot.name: flushed(slot) for slot in state_of(model).engine.slots}
+
+
+@pytest.mark.parametrize("then", ["save", "plan"])
+def test_a_rank_without_any_of_it_saves_what_is_left_too(ranks, tmp_path, then):
+    for one_lane, left in ranks(saved_again, 4, str(tmp_path), then):
+        assert one_lane and not bool(left["first"].any()) and bool(left["second"].any())
+
+
+def counted(folder: str, load: bool) -> dict[str, torch.Tensor]:
+    """Gradients of zeor.mean_loss are divided by items, and by no number of ranks."""
+    model, optimizers = made(stage=2, wire=TOPK)
+    if load:
+        zeor.load(folder, model, optimizers)
+    else:
+        loss = offloads.loss_of(model, 0)
+        zeor.mean_loss(model, loss, 6).backward()
+        optimizers[0].step()
+        model.zero_grad()
+        zeor.save(folder, model, optimizers, step=1)
+    return {slot.name: flushed(slot) for slot in state_of(model).engine.slots}
+
+
+def test_what_is_left_of_sums_over_items_is_the_same_for_any_ranks(ranks, tmp_path):
+    wanted = ranks(counted, 2, str(tmp_path), False)[0]
+    assert any(bool(value.any()) for value in wanted.values())
+    for world in (2, 3):
+        found = ranks(counted, world, str(tmp_path), True)[0]
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), world
 
 
 # ---- another wire, another plan

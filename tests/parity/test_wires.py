@@ -177,6 +177,20 @@ def test_at_stage_0_sums_that_travel_back_as_codes_are_the_same_on_every_rank(ra
             offloads.same(each, first, wire)
 
 
+def read_after_steps(wire: Any) -> dict[str, float]:
+    """What this rank's forward reads, of stage 0 along two axes: sums travel back along one axis after the other."""
+    model, optimizers = made(wire=wire, **placed(Setting((0, 0), shape=(2, 2))))
+    for step in range(2):
+        offloads.one_step(model, optimizers, step, "clip")
+    return {name: float(param.detach().double().sum()) for name, param in model.named_parameters()}
+
+
+def test_at_stage_0_along_two_axes_ranks_read_the_same_weights(ranks):
+    """On the second axis several ranks encode the same sum: they round it alike."""
+    first, *others = ranks(read_after_steps, 4, Wire("int8", "int8", rounding="stochastic"))
+    assert all(each == first for each in others)
+
+
 def masters_apart(stage: int, wire: Any, steps: int) -> float:
     """How far masters have come apart from those of exact training, over how far they went. Steps are far below the
     unit of a weight's block: masters that were what was decoded would not move, or jump."""

@@ -11,12 +11,15 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import zeor
-from tests import loops
+from tests import loops, offloads
+from tests.parity.models import Setting, placed
+from zeor.memory.buffers import Ledger
 from zeor.step import grads as module
 from zeor.step.grads import State
 
@@ -224,3 +227,36 @@ def test_the_states_of_a_lanes_gradients(ranks, stage, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_released_until_they_are_dropped(ranks, world):
     ranks(use_up, world)
+
+
+def uses(flat: torch.Tensor) -> int:
+    """How many tensors lie over its memory."""
+    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+
+
+def given_back(stage: Any, wire: Any) -> tuple[int, list[int]]:
+    """The uses of a buffer that nobody has, and of each one that gradients arrived in as it is given back."""
+    give, seen = module.Arrival.give_buffer, []
+
+    def giving(arrival: module.Arrival) -> None:
+        if arrival.buffer is not None:
+            seen.append(uses(arrival.buffer))
+        give(arrival)
+
+    where = {"stage": stage} if isinstance(stage, int) else placed(Setting(stage, shape=(2, 2)))
+    with mock.patch.object(module.Arrival, "give_buffer", giving):
+        model, optimizers = offloads.made(wire=wire, keep_whole=30, **where)
+        offloads.one_step(model, optimizers, 0, "plain")
+    ledger = Ledger()  # it has one of them
+    return uses(ledger.take("grad", 8, torch.float32, torch.device("cpu"))), seen
+
+
+@pytest.mark.parametrize(
+    "stage, wire",
+    [(2, zeor.PowerSGD(2, warmup=0)), ((2, 2), None), ((2, 2), zeor.Wire(across=zeor.PowerSGD(2, warmup=0)))],
+    ids=str,
+)
+def test_nothing_lies_over_a_buffer_that_is_given_back(ranks, stage, wire):
+    """An accelerator's memory is free only then."""
+    for free, seen in ranks(given_back, 4 if stage == (2, 2) else 2, stage, wire):
+        assert seen and set(seen) == {free}

@@ -17,6 +17,7 @@ def joined(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
     readers = sorted((rank for rank in values if rank["reads"] is not None), key=lambda rank: int(rank["reads"]))
     return {
         **_model([lead["model"]["said"] for lead in leads]),
+        **_wires(leads),
         "optimizers": [_optimizer(number, leads, values) for number in range(len(leads[0].get("optimizers", [])))],
         "rng": [rank.get("rng") for rank in values],
         "data": [rank.get("data") for rank in readers],
@@ -26,10 +27,22 @@ def joined(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _model(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
     params, aliases = {}, {}
+    residual: dict[str, Any] = next((each for each in said if "averaged_over" in each), {})  # not always the first's
+    averaged: dict[str, Any] = {name: residual[name] for name in ("averaged_over", "counted") if name in residual}
     for each in said:
         params.update({name: about for name, about in each["params"].items() if name not in params})
         aliases.update(each["aliases"])
-    return {**said[0], "params": params, "aliases": aliases}
+    first = {name: value for name, value in said[0].items() if name != "wire"}
+    return {**first, **averaged, "params": params, "aliases": aliases}
+
+
+def _wires(leads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What wire="auto" has chosen: each stage for itself, by its number."""
+    found = {str(lead["model"]["first"]): lead["model"]["said"].get("wire") for lead in leads}
+    chosen = {first: wire for first, wire in found.items() if wire is not None}
+    if not chosen:
+        return {}
+    return {"wire": next(iter(chosen.values()))} if len(leads) == 1 else {"wires": chosen}
 
 
 def _optimizer(number: int, leads: Sequence[dict[str, Any]], values: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from zeor.layout import Segment
 from zeor.optim.ema import EMA
 from zeor.optim.parts.pieces import Key, Piece
 from zeor.plan import Wire
+from zeor.step.grads import GradLane
 from zeor.step.unit import Slot
 
 IMPORTED = "imported"  # stands for whatever class it was, in the manifests of tools/importers/foreign.py
@@ -87,6 +88,8 @@ class Load:
         self._counters: list[tuple[str, Key, Need]] = []  # that lie in files, by parameter
         self._averages: list[tuple[int, EMA, list[Piece]]] = []  # with how many updates
         self._wire: Wire | None = None  # that wire="auto" chose
+        self._run_steps = 0  # that its run had made
+        self._residual: list[GradLane] = []  # that get some, on whatever rank
         self._elsewhere = run.naming.known
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -100,7 +103,10 @@ class Load:
         self._check_names()
         if self._weights_only:
             return
-        self._wire = self.run.wire_of(self.manifest.state.get("wire"))
+        self._wire = self.run.wire_of(self.manifest.state)
+        self._run_steps = self.manifest.state.get("run_steps", self.manifest.step)
+        if type(self._run_steps) is not int or self._run_steps < 0:
+            raise CheckpointError(f"{self.path} does not say how many steps its run has made.")
         self._plan_optimizers()
         for key, average in averages.items():
             self._plan_average(key, average)
@@ -177,13 +183,19 @@ class Load:
 
     def _plan_residual(self, slot: Slot, stored: Stored) -> None:
         """What was left out of gradients is added to the next, by whatever wire that travels. The sum over ranks was to
-        be divided by how many there were, and will be by how many there are."""
+        be divided by how many there were, and will be by how many there are; or by how many items (zeor.mean_loss)."""
         self._check_fit(f"the residual of {slot.name}", stored, slot.whole_shape, slot.dtype)
         before = self.manifest.state.get("averaged_over")
         if type(before) is not int or before < 1:
             raise CheckpointError(f"{self.path} does not say over how many ranks its residuals are to be averaged.")
         lane, factor = slot.lane, self.run.averaged_over / before
-        for segment in lane.layout.segments_in(lane.fine) if lane.grads is not None else ():
+        if self.manifest.state.get("counted"):
+            factor = 1.0
+        if lane.grads is None:
+            return
+        if lane.grads not in self._residual:
+            self._residual.append(lane.grads)
+        for segment in lane.layout.segments_in(lane.fine):
             if segment.param == slot.index:
                 take = functools.partial(self._put_residual, slot, segment, factor)
                 each = _need(stored, slot, segment.start, segment.numel, self.run.everyone.device)
@@ -411,6 +423,8 @@ class Load:
         """This rank's part of everything; no rank waits for another in here."""
         self.run.drain()
         self.run.forget_residuals()
+        for grads in self._residual:  # the same on every rank, or a later save would miss parts of some
+            grads.put_flushed(0, torch.empty(0))
         for stepper in self.run.steppers:
             stepper.optimizer.state.clear()
         self.staging.fill(after_batch=self._put_pieces)
@@ -472,6 +486,11 @@ class Load:
         if self._wire is not None:
             self.run.take_wire(self._wire)
 
+    def go_on_counting(self) -> None:
+        """A run that is given weights alone is another one."""
+        if not self._weights_only:
+            self.run.everyone.standing.run_steps = self._run_steps
+
     def restore_rng(self) -> None:
         if self._same_world:
             set_rng(self._rng(), self.run.everyone.device)
@@ -525,6 +544,7 @@ def _load(this: Load, files: Files, extra: Mapping[str, Any] | None, data: Any) 
         this.publish()
         this.take_wire()
     this.run.everyone.standing.seed_noise(manifest.step)
+    this.go_on_counting()
     this.restore_rng()
     return Loaded(manifest.step, found, path, manifest.world, this.missing, this.unexpected)
 

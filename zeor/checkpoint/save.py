@@ -199,6 +199,10 @@ def _model(run: TrainingRun) -> dict[str, Any]:
     found: dict[str, Any] = {"params": params, "aliases": run.aliases, "software": software}
     if any(slot.lane.grads is not None and slot.lane.grads.keeps for slot in run.slots):
         found["averaged_over"] = run.averaged_over  # what sums of residuals are to be divided by
+        if run.counts_items:
+            found["counted"] = True
+    if run.engine.plan.wire is not None:
+        found["run_steps"] = run.everyone.standing.run_steps  # by which a warm-up ends
     wire = run.chosen_wire()
     if wire is not None:
         found["wire"] = wire

@@ -200,9 +200,10 @@ class Reduces:
                 move.go_on()
 
     def advance(self, seconds: float) -> bool:
-        """Begin the last hop, where those before it end within so many seconds. Whether it has begun."""
+        """Begin the last hop, where those before it end within so many seconds. Whether it has begun. A hop of several
+        legs is not gone beyond: ranks begin those in one order, for which `to_last_hop` is called."""
         while self._left:
-            if not all(move.arrives_within(seconds) for move in self._moves):
+            if self.has_read or not all(move.arrives_within(seconds) for move in self._moves):
                 return False
             self._next()
         return True

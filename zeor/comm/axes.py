@@ -54,20 +54,17 @@ class Standing:
     seed: int = 0  # of noise: a function of the checkpoint that was saved or loaded last, at so many steps
     seeded_at: int = 0
     seedings: int = 0
+    run_steps: int = 0  # of the whole run, over checkpoints; several optimizers after one backward make one step
 
     def seed_noise(self, seed: int) -> None:
         """Noise is a function of this, and of the steps since, from here on: so a run that goes on after a save and one
         that resumes from it round alike."""
         self.seed, self.seeded_at, self.seedings = seed, self.steps, self.seedings + 1
 
-    @property
-    def run_steps(self) -> int:
-        """Of the whole run, as checkpoints count them."""
-        return self.seed + self.steps - self.seeded_at
-
     def go_on(self, before: Standing) -> None:
         """The same run, over other groups."""
         self.steps, self.seed, self.seeded_at = before.steps, before.seed, before.seeded_at
+        self.run_steps = before.run_steps
 
 
 @dataclass

@@ -47,7 +47,8 @@ class Reduce:
     """PARTIAL -> SLICE, times `factor`, as wires.Reduce. `full`, of so many blocks, is not read after `start`."""
 
     def __init__(self, axis: Axis, full: Tensor, how: Factored, factor: float, into: Callable[[], Tensor], blocks: int):
-        self._axis, self._full, self._how, self._factor, self._into = axis, full, how, factor, into
+        self._axis, self._how, self._factor, self._into = axis, how, factor, into
+        self._full: Tensor | None = full
         self._numel, self._blocks = full.numel(), blocks
         p_numel, q_numel = how.pieces.factor_numels(how.rank)
         self._p, self._q = self._take(p_numel), self._take(q_numel)
@@ -68,6 +69,7 @@ class Reduce:
         axis, how = self._axis, self._how
         self._label = label
         with axis.observer.coding("encode", label, axis.device, self._nbytes):
+            assert self._full is not None
             how.residual.flat.add_(self._full)
             self._p[how.pieces.factor_numels(how.rank)[0] :].zero_()
             for (matrix, x, p), (_, _, last) in zip(self._factors(self._p, "rows"), self._factors(how.q, "columns")):
@@ -75,7 +77,7 @@ class Reduce:
             for span, part in self._beside():
                 part.copy_(how.residual.flat[span])
                 how.residual.flat[span].zero_()
-        self._full = self._full[:0]
+        self._full = None  # an empty part of it would keep its memory
         self._exchange(self._p)
         axis.observer.traffic.shortened(axis.name, "reduce", self._nbytes[1] - self._nbytes[0])
         return self
@@ -159,11 +161,19 @@ class Reduce:
             into = self._into()
             with self._axis.observer.coding("decode", self._label, self._axis.device, self._nbytes):
                 self._how.q.copy_(self._q[: self._how.q.numel()])
+                self._scale()
                 self._rebuild(into)
             for flat in (self._p, self._q, self._received):
                 self._how.ledger.give("factors", flat)
             self._sum = into
         return self._sum
+
+    def _scale(self) -> None:
+        """In fp32, before the cast to the sum's dtype: a sum of all ranks may be more than fp16 holds."""
+        if self._factor != 1.0:
+            self._q.mul_(self._factor)
+            for _, part in self._beside():
+                part.mul_(self._factor)
 
     def _rebuild(self, into: Tensor) -> None:
         """This rank's part of the sum of each block."""
@@ -180,8 +190,6 @@ class Reduce:
                 low, high = max(span.start, begin), min(span.stop, begin + part)
                 if low < high:
                     out[low - begin : high - begin].copy_(found[low - span.start : high - span.start])
-        if self._factor != 1.0:
-            into.mul_(self._factor)
 
 
 def _rows_into(out: Tensor, begin: int, matrix: Matrix, p: Tensor, q: Tensor) -> None:

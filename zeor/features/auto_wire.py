@@ -28,7 +28,7 @@ from zeor.comm.stuck import explain
 from zeor.features.wire_choice import HIDDEN, Foreseen, Seen, Verbs, candidates, chosen, describe, foresee
 from zeor.memory.codecs import Codec
 from zeor.memory.coding_speed import Speed, speed_of
-from zeor.plan import Plan, Wire
+from zeor.plan import METHODS, Method, Plan, Wire
 from zeor.spec.lane_spec import LaneSpec
 from zeor.spec.wires import lane_wires
 from zeor.step.events import Announcer
@@ -87,7 +87,7 @@ class AutoWire(Extension):
         """What a checkpoint holds of it: nothing before the choice."""
         if not (self.decided and self.wire.auto) or self._axes.everyone.size == 1:
             return None
-        return {**self._cut(), "wire": dataclasses.asdict(self.wire)}
+        return {**self._cut(), "wire": as_plain(self.wire)}
 
     def _cut(self) -> dict[str, Any]:
         return {"sizes": list(self._axes.sizes), "stages": list(self._plan.stages)}
@@ -101,9 +101,7 @@ class AutoWire(Extension):
             raise ValueError("what it says of wire='auto' is no wire")
         if {name: saved.get(name) for name in ("sizes", "stages")} != self._cut():
             return None
-        across = saved["wire"].get("across")
-        given = {**saved["wire"], "across": None if across is None else Wire.parse(across)}
-        return Wire.parse(given)
+        return from_plain(saved["wire"])
 
     def go_on(self, wire: Wire) -> None:
         """A checkpoint was loaded that holds this choice. On every rank."""
@@ -217,6 +215,29 @@ class AutoWire(Extension):
     def _say(self, text: str) -> None:
         if self._axes.whole.rank == 0:
             log.info("wire='auto': %s", text)
+
+
+def as_plain(wire: Wire) -> dict[str, Any]:
+    """In values that JSON knows: a method by its name, with what it was given."""
+    found = {field.name: getattr(wire, field.name) for field in dataclasses.fields(wire)}
+    if isinstance(wire.reduce, Method):
+        [name] = [name for name, kind in METHODS.items() if type(wire.reduce) is kind]
+        found["reduce"] = {"method": name, **dataclasses.asdict(wire.reduce)}
+    return {**found, "across": None if wire.across is None else as_plain(wire.axes[1])}
+
+
+def from_plain(saved: Mapping[str, Any]) -> Wire:
+    """The wire again; ValueError or TypeError where it is none."""
+    found = dict(saved)
+    if isinstance(found.get("reduce"), Mapping):
+        given = dict(found["reduce"])
+        name = given.pop("method", None)
+        if name not in METHODS:
+            raise ValueError(f"it says that gradients travel by the method {name!r}")
+        found["reduce"] = METHODS[name](**given)
+    if isinstance(found.get("across"), Mapping):
+        found["across"] = from_plain(found["across"])
+    return Wire.parse(found)
 
 
 def codecs_of(specs: Sequence[LaneSpec], wires: Sequence[Wire]) -> list[Codec]:

@@ -247,6 +247,7 @@ class Wants:
             lane, grads = slot.lane, slot.lane.grads
             if grads is None or (RESIDUAL, slot.name) not in self._known.tensors:
                 continue
+            grads.put_flushed(0, torch.empty(0))  # on every rank, or a later save would miss parts of it
             for segment in lane.layout.segments_in(lane.fine):
                 if segment.param == slot.index:
                     take = functools.partial(grads.put_flushed, segment.offset)

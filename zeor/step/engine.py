@@ -272,6 +272,9 @@ class Engine:
             self.heed()
         self._begin_step()
         self.axes.everyone.steps += 1
+        if self.reducer.waits_for_step:
+            self.reducer.waits_for_step = False
+            self.axes.everyone.standing.run_steps += 1
         with self.announcer.announced(events.STEP, describe), torch.no_grad():
             yield self.step_order()
             self._end_step()

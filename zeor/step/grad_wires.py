@@ -2,8 +2,8 @@
 
 A codec rounds by chance only where the plan says so; then the noise is a function of the seed (of the last checkpoint),
 the steps since, which of the step's reduces of this lane it is, the lane and the rank: never of when it ran. Elements
-that are chosen by chance are the same on every rank, so that noise knows no rank. Nothing else in step/ knows of codecs
-for gradients.
+that are chosen by chance are the same on every rank, so that noise knows no rank, nor does that of sums on their way
+back. Nothing else in step/ knows of codecs for gradients.
 
 Note [Residuals]
 ~~~~~~~~~~~~~~~~
@@ -123,7 +123,8 @@ class GradWires:
         return Factored(codec.rank, kept.pieces, kept.residual, kept.q, self._ledger, noise)
 
     def of_spread(self, legs: Sequence[along.Leg]) -> list[along.Leg]:
-        """The gather of what was reduced last."""
+        """The gather of what was reduced last. Its noise knows the place alone: along a second axis several ranks
+        encode the same sum, each for others, and all must come to the same weights."""
         how, found = self._coded(self._wires.spread, _SPREAD), []
         for leg in legs:
             coded = how[leg.axis]
@@ -137,7 +138,7 @@ class GradWires:
             return along.EXACTLY
         inside, across = (
             None if codec is None else Coded(codec, self._layout.slice_numel, self._ledger, noise=noise)
-            for codec, noise in zip(codecs, (self._noise(kind), self._noise(kind + 1)))
+            for codec, noise in zip(codecs, (self._noise(kind, alike=True), self._noise(kind + 1, alike=True)))
         )
         return inside, across
 

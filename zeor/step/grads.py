@@ -23,7 +23,8 @@ reduced when. Where the sum is one over items that carries 1 / count as a rememb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -209,10 +210,16 @@ class Reduction:
         self.kept = part
 
     def start(self, buffer: Tensor, factor: float, place: Place) -> None:
-        ledger, own = self._ledger, buffer[self._fine.begin : self._fine.end]
-        into = (lambda: own) if self._in_place else lambda: ledger.reuse(own.numel(), own.dtype, own.device)
-        self.move, self._factor = along.Reduces(self._axes, self._grid, ledger, into), factor
+        self.move, self._factor = along.Reduces(self._axes, self._grid, self._ledger, self._room(buffer)), factor
         self.move.start(buffer, factor, place.reduce, self.wires.of_reduce(place))
+
+    def _room(self, buffer: Tensor) -> Callable[[], Tensor]:
+        """What gives the memory for the sum. Where that is not the buffer nothing here holds a tensor over it, so that
+        its memory is free once it is given back."""
+        if self._in_place:
+            own = buffer[self._fine.begin : self._fine.end]
+            return lambda: own
+        return functools.partial(self._ledger.reuse, self._fine.numel, buffer.dtype, buffer.device)
 
     def arrives_within(self, seconds: float) -> bool:
         return self.move is None or self.move.arrives_within(seconds)
@@ -282,7 +289,7 @@ class Reduction:
     def begin_anew(self) -> None:
         """Nothing of the past is left."""
         self.wires.clear()
-        self.flushed = None
+        self.flushed, self._adopted = None, False
 
     def spread_out(self, legs: Sequence[along.Leg], total: Tensor, own: Tensor, label: str, begin: int) -> None:
         """Not waited for here: another rank may come to it only once this one's backward is over. `begin`: which

@@ -53,6 +53,7 @@ class Reducer:
         self._hops = sum(size > 1 for size in axes.sizes)
         self._slots = [slot for unit in units for slot in unit.slots]  # frozen ones too: they may train one day
         self._under_way: list[Unit] = []
+        self.waits_for_step = False  # a backward has reduced, and no step() has used it
         self.extend(())
         self._unreduced: set[Slot] = set()  # had a gradient inside no_sync, on this rank, and nobody knows yet
         self._patience = self._full_patience = min(PATIENCE_SECONDS, axes.everyone.timeout / 2)
@@ -219,7 +220,7 @@ class Reducer:
     def end(self, told: Told, foretold: bool) -> None:
         """Backward is over: reduce what is left, wait for everything, say who has a gradient. `told` is the
         largest of what each rank told. `foretold`: nobody has heard it yet, so nothing differs and there is no news."""
-        self._waits = True
+        self._waits = self.waits_for_step = True
         self._unreduced = set()
         count = len(self._units)
         begin = 1 + 2 * count

@@ -5,12 +5,14 @@ Only this module and the public verbs know the engine; every other function is g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from zeor.checkpoint.files.plain import dtype_name
 from zeor.checkpoint.weights.naming import Named, Naming
 from zeor.comm.axes import Axis
 from zeor.features.auto_wire import AutoWire
+from zeor.features.mean_loss import Counts
 from zeor.plan import Wire
 from zeor.step import events
 from zeor.step.engine import Engine
@@ -82,6 +84,11 @@ class LiveModel:
         """By what a sum of gradients over ranks is divided."""
         return self.shards.size if self.engine.plan.reduction == "mean" else 1
 
+    @property
+    def counts_items(self) -> bool:
+        """Gradients are divided by the number of items, see features/mean_loss.py, however many ranks there are."""
+        return self.engine.feature(Counts).mean
+
     def forget_residuals(self) -> None:
         """Nothing is left of gradients of before."""
         for unit in self.units:
@@ -105,9 +112,12 @@ class LiveModel:
         auto = self.engine.find(AutoWire)
         return None if auto is None else auto.saved()
 
-    def wire_of(self, saved: Any) -> Wire | None:
-        """What a checkpoint says was chosen, where that is for this run."""
-        auto = self.engine.find(AutoWire)
+    def wire_of(self, state: Mapping[str, Any]) -> Wire | None:
+        """What a checkpoint says was chosen, where that is for this run; stages of a pipeline choose for themselves."""
+        auto, saved = self.engine.find(AutoWire), state.get("wire")
+        if "wires" in state:
+            wires, alike = state["wires"], state.get("stages") == self.stages
+            saved = wires.get(str(self.naming.first_stage)) if alike and isinstance(wires, Mapping) else None
         return None if auto is None else auto.taken(saved)
 
     def take_wire(self, wire: Wire) -> None:
