@@ -109,6 +109,16 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         raise ValueError(
             f"precision='fp8' multiplies plain weights in 8 bits, and {name!r} is a DTensor; use precision='bf16'."
         )
+    if plan.recompute == "auto":
+        raise ValueError(
+            f"recompute='auto' lets each rank compute other blocks again, and those of a model with {name!r}, a "
+            "DTensor, send messages; use recompute=True, or name the blocks."
+        )
+    if plan.wire is not None and plan.wire.auto:
+        raise ValueError(
+            f"wire='auto' is chosen apart by ranks that hold other parts of {name!r}, a DTensor, and what all of them "
+            "hold would no longer be the same; name a format."
+        )
     compiled = next((each for each, module in model.named_modules() if module._compiled_call_impl is not None), None)
     if plan.compile is not False or compiled is not None:
         asked = "compile=" if compiled is None else f"compile() of module {compiled!r}"
