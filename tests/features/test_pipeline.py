@@ -320,6 +320,31 @@ def test_tied_parameters_that_are_frozen_later_stay(ranks: Callable) -> None:
         assert torch.equal(trained[1], frozen[0]) and torch.equal(trained[1], frozen[1])
 
 
+def behind_a_frozen_stage(schedule: str, keep: str, reduce: str) -> float:
+    """How far this rank's stages are from one process, where the first stage is frozen."""
+    run = Piped(Piping(schedule, keep=keep, reduce=reduce), mesh_of(2))
+    wanted = pipes.parts_of(len(run.indices) * 2)
+    wanted[0].requires_grad_(False)
+    if run.is_first:
+        run.modules[run.indices.index(0)].requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for part in wanted for param in part.parameters()], lr=0.1)
+    for step in range(2):
+        x, y = batch_of(step, 0)
+        for part in wanted:
+            x = part(x)
+        loss_of(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.train(2)
+    return run.differs(wanted)
+
+
+@pytest.mark.parametrize(("keep", "reduce"), [("step", "step"), ("action", "action")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero bubble", "zbv"])
+def test_stages_behind_a_frozen_one_train(ranks: Callable, schedule: str, keep: str, reduce: str) -> None:
+    assert max(ranks(behind_a_frozen_stage, 2, schedule, keep, reduce)) < 1e-10
+
+
 # ---- errors
 
 
