@@ -439,6 +439,18 @@ def test_errors_are_one_sentence_on_every_rank(ranks: Callable) -> None:
             assert re.search(pattern.removeprefix("On rank 0: "), told[name]), (name, told[name])
 
 
+def scaled() -> str:
+    run, scaler = Piped(Piping(), mesh_of(2)), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    run.run(0)
+    return raised(lambda: scaler.unscale_(run.optimizers[0]), RuntimeError)
+
+
+def test_a_scaler_of_one_stage_is_refused(ranks: Callable) -> None:
+    for told in ranks(scaled, 2):
+        assert told.startswith("GradScaler would leave a step out on this stage")
+
+
 def joined() -> str:
     run = Piped(Piping("1f1b"), mesh_of(2))
     with zeor.join(run.models[0]):

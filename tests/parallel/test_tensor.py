@@ -272,6 +272,10 @@ def refusals() -> dict[str, str]:
     mixed.head.weight = nn.Parameter(distribute_tensor(mixed.head.weight.detach(), other, [Shard(0)]))
     found["two meshes"] = text_of(lambda: zeor.shard(mixed, mesh=mesh["dp"]))
 
+    counting, _ = divided()
+    counting.norm.register_buffer("count", distribute_tensor(torch.zeros(2), mesh["tp"], [Replicate()]))
+    found["buffer"] = text_of(lambda: zeor.shard(counting, mesh=mesh["dp"]))
+
     apart, _ = divided()
     with torch.no_grad():
         apart.norm.weight += torch.distributed.get_rank()
@@ -304,6 +308,7 @@ SAID = {
     "drop-in": ["TypeError", "is a DTensor", "zeor.shard(model, optimizer, mesh=mesh['dp'])"],
     "whole matrices": ["ValueError", "Muon computes on whole matrices", "'tp'", "AdamW"],
     "two meshes": ["TypeError", "'head.weight'", "over one mesh"],
+    "buffer": ["TypeError", "Buffer 'norm.count' is a DTensor", "full_tensor()"],
     "other values": ["ValueError", "'norm.weight' is whole on every tensor-parallel rank", "the same seed"],
     "one rank": ["RuntimeError", "zeor.full_params(to_rank=)", "zeor.iter_full"],
     "whole state": ["RuntimeError", "zeor.full_state knows no tensor parallelism yet", "zeor.save"],

@@ -85,7 +85,7 @@ class Pipeline:
         for stage in self.stages:
             bind(stage, by_stage[stage.stage_index])
         for local in self.locals:
-            local.state.pipeline = self
+            local.state.pipeline, local.engine.norms.of_a_stage = self, True
         self._put_steps()
 
     def _check(self, tied: Sequence[Any] | None, reduce: str) -> tuple[list[tuple[Sharded, str]], list[Any]]:
