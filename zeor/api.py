@@ -70,7 +70,7 @@ from zeor.planner.bytes import predict
 from zeor.planner.choose import Choice
 from zeor.planner.disk_room import check_disk
 from zeor.planner.startup import make_visible, show_start
-from zeor.spec.keys import lane_key, small_numel
+from zeor.spec.keys import kept_apart, lane_key, small_numel
 from zeor.spec.wires import check_wire
 from zeor.step import events
 from zeor.step.engine import Engine
@@ -114,9 +114,9 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     alone when no optimizer is given; a later `shard(model, optimizer)` then adds it.
 
     plan=None        what zeor.choose found for a batch and this machine: all options below that it names. "auto": those
-                     that decide by themselves, by what a step takes (recompute="auto"; hierarchy="auto" without a
-                     mesh; offload="auto" on an accelerator, and compile=True where torch.compile has its GPU compiler
-                     and tensor parallelism has not cut the model).
+                     that decide by themselves, by what a step takes (hierarchy="auto" without a mesh; offload="auto" on
+                     an accelerator; where nothing has cut the model also recompute="auto", and compile=True where
+                     torch.compile has its GPU compiler).
     stage=3          0: everything full (DDP). 1: optimizer state sliced. 2: gradients too. 3: parameters too. Or one
                      for each axis of the mesh: {"gpu": 3, "node": 1} cuts parameters inside a node, and the
                      optimizer's state over all ranks.
@@ -377,7 +377,7 @@ def _build(
     for spec in specs:
         meta.receive_values(slots[spec.name], axes.device, engine.unfilled)
         key = lambda slot: lane_key(slot.param, slot.owners, plan.precision, small, slot.partial, slot.experts)
-        keys = {slot: key(slot) for slot in slots[spec.name]}
+        keys = {slot: kept_apart(key(slot), slot.param, plan) for slot in slots[spec.name]}
         engine.add_unit(spec.name, spec.module, slots[spec.name], keys.__getitem__)
     meta.place_buffers(axes.everyone, model, engine.unfilled)
     builder.finish(model)
@@ -595,19 +595,8 @@ def set_wire(model: nn.Module, wire: Wire | Mapping[str, Any] | str) -> None:
     if engine.announcer.block is not None:  # a rank that is out of data cannot come here: all hear so
         engine.announce(events.OTHER, "zeor.set_wire")
     attend(everyone, "zeor.set_wire")
-
-    def check() -> Wire:
-        chosen = Wire.parse(wire)
-        if chosen.auto and auto is None:
-            raise ValueError(
-                "zeor.set_wire(model, 'auto') is for runs that began with wire='auto'; give zeor.shard that, or name a "
-                "format here."
-            )
-        return chosen
-
+    check = lambda: _wire_for(state, wire)
     chosen: Wire = everywhere(everyone, check, "check of what zeor.set_wire was given", ValueError)
-    if engine.axes.experts is not None:
-        raise ValueError("zeor.set_wire does not know expert parallelism yet: leave it out of a model with experts=.")
     if chosen.auto and auto is not None:
         auto.choose_anew(chosen)
     else:
@@ -616,6 +605,29 @@ def set_wire(model: nn.Module, wire: Wire | Mapping[str, Any] | str) -> None:
             auto.leave(chosen)
     if state.asked is not None:  # a later zeor.replan goes on by it
         state.asked = state.asked._replace(options={**state.asked.options, "wire": chosen})
+
+
+def _wire_for(state: Sharded, wire: Wire | Mapping[str, Any] | str) -> Wire:
+    """What zeor.set_wire was given; ValueError where this model cannot go on by it."""
+    chosen, engine = Wire.parse(wire), state.engine
+    if chosen.auto and engine.find(AutoWire) is None:
+        raise ValueError(
+            "zeor.set_wire(model, 'auto') is for runs that began with wire='auto'; give zeor.shard that, or name a "
+            "format here."
+        )
+    if engine.axes.experts is not None:
+        raise ValueError("zeor.set_wire does not know expert parallelism yet: leave it out of a model with experts=.")
+    if state.pipeline is not None and state.pipeline.tied and not chosen.is_exact:
+        raise ValueError(
+            "zeor.set_wire was given a stage of a pipeline with tied= parameters, whose copies would be rounded apart; "
+            "they travel exactly."
+        )
+    if engine.axes.tensor is not None and engine.plan.wire is None:
+        raise ValueError(
+            "zeor.set_wire: tensor parallelism has cut the model, and a run that began without a wire keeps what is "
+            "cut beside what is not; give zeor.shard a wire (zeor.Wire() is exact), which may be changed later."
+        )
+    return chosen
 
 
 def traffic(model: nn.Module) -> dict[str, Any]:

@@ -409,6 +409,11 @@ class Wire:
         return self.reduce.warmup if isinstance(self.reduce, Method) else 0
 
     @property
+    def is_exact(self) -> bool:
+        """Nothing is rounded, now or later."""
+        return not self.auto and all(each.gather == each.reduce == "exact" for each in self.axes)
+
+    @property
     def axes(self) -> tuple[Wire, Wire]:
         """(inside, across)."""
         return self, self if self.across is None else Wire.parse(self.across)

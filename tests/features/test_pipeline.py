@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zeor
 from tests.parity import pipes
-from tests.parity.pipes import BATCH, DIM, SCHEDULES, Block, Part, Piped, Piping, batch_of, loss_of, mesh_of
+from tests.parity.pipes import BATCH, DIM, SCHEDULES, TIED, Block, Part, Piped, Piping, batch_of, loss_of, mesh_of
 from zeor.access.sharded import state_of
 
 
@@ -300,6 +300,51 @@ def test_overlap_and_recomputation_keep_the_bits(ranks: Callable, schedule: str)
     ranks(features, 4, schedule)
 
 
+def frozen_later() -> tuple[list[Tensor], list[Tensor]]:
+    """A tied parameter after two steps, and after two more in which it was frozen."""
+    run = Piped(Piping(tied=True), mesh_of(2))
+    name = TIED[run.indices[0]]
+    tied = dict(run.modules[0].named_parameters())[name]
+    found = []
+    for step in range(4):
+        tied.requires_grad_(step < 2)
+        run.run(step)
+        run.finish()
+        found.append(next(value for key, value in states(run).items() if key.endswith(name)))
+    return found[:2], found[2:]
+
+
+def test_tied_parameters_that_are_frozen_later_stay(ranks: Callable) -> None:
+    for trained, frozen in ranks(frozen_later, 2):
+        assert not torch.equal(*trained)
+        assert torch.equal(trained[1], frozen[0]) and torch.equal(trained[1], frozen[1])
+
+
+def behind_a_frozen_stage(schedule: str, keep: str, reduce: str) -> float:
+    """How far this rank's stages are from one process, where the first stage is frozen."""
+    run = Piped(Piping(schedule, keep=keep, reduce=reduce), mesh_of(2))
+    wanted = pipes.parts_of(len(run.indices) * 2)
+    wanted[0].requires_grad_(False)
+    if run.is_first:
+        run.modules[run.indices.index(0)].requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for part in wanted for param in part.parameters()], lr=0.1)
+    for step in range(2):
+        x, y = batch_of(step, 0)
+        for part in wanted:
+            x = part(x)
+        loss_of(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.train(2)
+    return run.differs(wanted)
+
+
+@pytest.mark.parametrize(("keep", "reduce"), [("step", "step"), ("action", "action")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero bubble", "zbv"])
+def test_stages_behind_a_frozen_one_train(ranks: Callable, schedule: str, keep: str, reduce: str) -> None:
+    assert max(ranks(behind_a_frozen_stage, 2, schedule, keep, reduce)) < 1e-10
+
+
 # ---- errors
 
 
@@ -319,8 +364,8 @@ def refused() -> dict[str, str]:
     mesh, told = mesh_of(2), {}
     rank = mesh["pp"].get_local_rank()
 
-    def sharded(tied: bool = False, **options: Any) -> list[nn.Module]:
-        modules = pipes.parts_of(2, tied)
+    def sharded(tied: bool = False, make: Callable = nn.Module.double, **options: Any) -> list[nn.Module]:
+        modules = [make(part) for part in pipes.parts_of(2, tied)]
         zeor.shard(modules[rank], mesh=mesh["dp"], **(options if rank == 0 else {}))
         return modules
 
@@ -347,6 +392,9 @@ def refused() -> dict[str, str]:
     told["by action"] = raised(
         lambda: zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[pipes.TIED], reduce="action")
     )
+    for name, options in (("wire", {"wire": "bf16"}), ("moments", {"moments": "int8"})):
+        rounded = sharded(tied=True, make=nn.Module.float, **options)
+        told[name] = raised(lambda rounded=rounded: zeor.pipeline(bare(mesh, rounded), tied=[pipes.TIED]))
     for kind, name in ((schedules.ScheduleInterleavedZeroBubble, "compiled"), (schedules.ScheduleInterleaved1F1B, "")):
         schedule = bare(mesh, sharded(compile={"backend": "aot_eager"}), kind)
         if name:
@@ -354,6 +402,9 @@ def refused() -> dict[str, str]:
         else:
             zeor.pipeline(schedule)
     zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[])  # two that only begin with the same values
+    exactly = sharded(tied=True)
+    zeor.pipeline(bare(mesh, exactly), tied=[pipes.TIED])
+    told["wire later"] = raised(lambda: zeor.set_wire(exactly[rank], "int8"))
     return told
 
 
@@ -375,6 +426,9 @@ ERRORS = {
     "pair": "give pairs such as",
     "compiled": "Stage 0 of the pipeline was sharded with compile=.*ScheduleInterleavedZeroBubble computes half",
     "by action": "tied= needs reduce='step'",
+    "wire": "On rank 0: Stage 0 of the pipeline was sharded with wire=.*tied= names",
+    "moments": "On rank 0: Stage 0 of the pipeline was sharded with moments='int8'.*tied= names",
+    "wire later": "zeor.set_wire was given a stage of a pipeline with tied= parameters",
 }
 
 
@@ -383,6 +437,18 @@ def test_errors_are_one_sentence_on_every_rank(ranks: Callable) -> None:
         assert told.keys() == ERRORS.keys()
         for name, pattern in ERRORS.items():
             assert re.search(pattern.removeprefix("On rank 0: "), told[name]), (name, told[name])
+
+
+def scaled() -> str:
+    run, scaler = Piped(Piping(), mesh_of(2)), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    run.run(0)
+    return raised(lambda: scaler.unscale_(run.optimizers[0]), RuntimeError)
+
+
+def test_a_scaler_of_one_stage_is_refused(ranks: Callable) -> None:
+    for told in ranks(scaled, 2):
+        assert told.startswith("GradScaler would leave a step out on this stage")
 
 
 def joined() -> str:

@@ -377,6 +377,7 @@ def refusals() -> dict[str, str]:
         "one rank alone says so": text_of(lambda: zeor.shard(model, experts=ep if dist.get_rank() else None)),
         "fp8": text_of(lambda: zeor.shard(model, experts=ep, precision="fp8")),
         "compile": text_of(lambda: zeor.shard(model, experts=ep, compile=True)),
+        "recompute": text_of(lambda: zeor.shard(model, experts=ep, recompute="auto")),
     }
     for name, option in OPTIONS.items():
         found[name] = text_of(lambda option=option: zeor.shard(model, experts=ep, **option))
@@ -388,7 +389,7 @@ def refusals() -> dict[str, str]:
     experts.gate = gate
 
     optimizer = adamw(model)
-    zeor.shard(model, optimizer, experts=ep)  # nothing was changed by all that
+    zeor.shard(model, optimizer, experts=ep, plan="auto")  # nothing was changed by all that
     found["join"] = text_of(lambda: zeor.join(model).__enter__())
     found["wires later"] = text_of(lambda: zeor.set_wire(model, "bf16"))
     found["replan"] = text_of(lambda: zeor.replan(model, optimizer, stage=2))
@@ -414,6 +415,7 @@ SAID: dict[str, list[str]] = {
     "one rank alone says so": ["TypeError", "On rank 0", "experts=mesh['ep']"],
     "fp8": ["ValueError", "precision='fp8'", "use precision='bf16'"],
     "compile": ["ValueError", "compile= cannot trace", "expert parallelism"],
+    "recompute": ["ValueError", "recompute='auto'", "use recompute=True"],
     **{option: ["ValueError", f"{option} does not know lanes", "experts="] for option in OPTIONS},
     "replicated": ["TypeError", "'blocks.0.mixture.experts.gate'", "it is no expert's", "plain parameter"],
     "tensor parallelism too": ["TypeError", "'blocks.0.mixture.experts.gate'", "no tensor parallelism"],

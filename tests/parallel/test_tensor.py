@@ -152,6 +152,31 @@ def test_options_change_no_bit(ranks: Callable) -> None:
         assert [each == found[0] for each in found] == [True] * (2 + len(ALIKE))
 
 
+WIRES: list[dict[str, Any]] = [{"wire": "int8"}, {"wire": "fp8", "stage": 2}, {"wire": {"reduce": "powersgd"}}]
+
+
+def shared_by_wires(options: list[dict[str, Any]]) -> list[bytes]:
+    """The parameters that tensor parallelism has not cut. They lie in a unit with some that it has."""
+    found = []
+    for each in options:
+        mesh, model = new_mesh(2, 2), made("mlp").float()
+        cut("mlp", model, mesh["tp"])
+        optimizer = adamw(model)
+        zeor.shard(model, optimizer, mesh=mesh["dp"], keep_whole=0, **each)
+        for step in range(3):
+            one_step(model, optimizer, step, mesh.get_local_rank("dp"), Divided())
+        plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        values = whole(model)
+        found.append(b"".join(values[name].numpy().tobytes() for name in plain))
+    return found
+
+
+def test_wires_round_what_ranks_share_alike(ranks: Callable) -> None:
+    by_rank = ranks(shared_by_wires, 4, WIRES)
+    for number, options in enumerate(WIRES):
+        assert len({found[number] for found in by_rank}) == 1, options
+
+
 # ---- what is sent, and held
 
 
@@ -235,6 +260,8 @@ def refusals() -> dict[str, str]:
         "the other dimension": text_of(lambda: zeor.shard(model, mesh=mesh["tp"])),
         "fp8": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], precision="fp8")),
         "compile": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], compile=True)),
+        "recompute": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], recompute="auto")),
+        "wire": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], wire="auto")),
         "drop-in": text_of(lambda: zeor.optim.SGD(model.parameters(), lr=0.1, mesh=mesh["dp"])),
     }
     matrices = torch.optim.Muon([model.blocks[0].up.weight], lr=0.1)
@@ -245,13 +272,18 @@ def refusals() -> dict[str, str]:
     mixed.head.weight = nn.Parameter(distribute_tensor(mixed.head.weight.detach(), other, [Shard(0)]))
     found["two meshes"] = text_of(lambda: zeor.shard(mixed, mesh=mesh["dp"]))
 
+    counting, _ = divided()
+    counting.norm.register_buffer("count", distribute_tensor(torch.zeros(2), mesh["tp"], [Replicate()]))
+    found["buffer"] = text_of(lambda: zeor.shard(counting, mesh=mesh["dp"]))
+
     apart, _ = divided()
     with torch.no_grad():
         apart.norm.weight += torch.distributed.get_rank()
     found["other values"] = text_of(lambda: zeor.shard(apart, mesh=mesh["dp"]))
 
     optimizer = adamw(model)
-    zeor.shard(model, optimizer, mesh=mesh["dp"])  # nothing was changed by all that
+    zeor.shard(model, optimizer, mesh=mesh["dp"], plan="auto")  # nothing was changed by all that
+    found["wire later"] = text_of(lambda: zeor.set_wire(model, "int8"))
     found["one rank"] = text_of(lambda: zeor.full_params(model, to_rank=0).__enter__())
     found["whole state"] = text_of(lambda: zeor.full_state(model, optimizer))
     found["penalty"] = text_of(lambda: zeor.penalty(model, lambda p: p.abs().sum()))
@@ -270,9 +302,13 @@ SAID = {
     "the other dimension": ["TypeError", "over mesh dimension 'tp'", "mesh=mesh['dp']"],
     "fp8": ["ValueError", "precision='fp8'", "use precision='bf16'"],
     "compile": ["ValueError", "compile= cannot trace", "leave it out"],
+    "recompute": ["ValueError", "recompute='auto'", "'blocks.0.up.weight'", "recompute=True"],
+    "wire": ["ValueError", "wire='auto'", "'blocks.0.up.weight'", "name a format"],
+    "wire later": ["ValueError", "zeor.set_wire", "began without a wire"],
     "drop-in": ["TypeError", "is a DTensor", "zeor.shard(model, optimizer, mesh=mesh['dp'])"],
     "whole matrices": ["ValueError", "Muon computes on whole matrices", "'tp'", "AdamW"],
     "two meshes": ["TypeError", "'head.weight'", "over one mesh"],
+    "buffer": ["TypeError", "Buffer 'norm.count' is a DTensor", "full_tensor()"],
     "other values": ["ValueError", "'norm.weight' is whole on every tensor-parallel rank", "the same seed"],
     "one rank": ["RuntimeError", "zeor.full_params(to_rank=)", "zeor.iter_full"],
     "whole state": ["RuntimeError", "zeor.full_state knows no tensor parallelism yet", "zeor.save"],

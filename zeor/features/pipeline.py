@@ -22,7 +22,7 @@ from zeor.comm.agree import exchange, together
 from zeor.comm.axes import Axes, Axis, group_of, make_axis
 from zeor.comm.meshes import ranks_on
 from zeor.features.stages import KEEPS, Local, bind
-from zeor.features.ties import Ties, places_of
+from zeor.features.ties import Ties, places_of, rounds
 from zeor.step.unit import Slot
 
 _INITIALIZERS = ("_initialize_stage", "_initialize_stages")  # where torch finds shapes, by the kind of schedule
@@ -78,13 +78,14 @@ class Pipeline:
                 self.locals.append(local)
             local.add(stage.stage_index, entry)
             by_stage[stage.stage_index] = local
+        self.tied = bool(places)  # of all stages, those of other ranks too
         self.ties = Ties(self.stages, by_stage, places, self.axis)
         self.ties.check(undeclared=tied is None)
         self.everyone = _everyone(self.axis, self.locals[0].engine.axes)  # the ranks of all stages
         for stage in self.stages:
             bind(stage, by_stage[stage.stage_index])
         for local in self.locals:
-            local.state.pipeline = self
+            local.state.pipeline, local.engine.norms.of_a_stage = self, True
         self._put_steps()
 
     def _check(self, tied: Sequence[Any] | None, reduce: str) -> tuple[list[tuple[Sharded, str]], list[Any]]:
@@ -95,7 +96,14 @@ class Pipeline:
             )
         found = [_state_of(stage) for stage in self.stages]
         for stage, (state, _) in zip(self.stages, found):
-            _check_plan(f"Stage {stage.stage_index} of the pipeline", state)
+            where = f"Stage {stage.stage_index} of the pipeline"
+            _check_plan(where, state)
+            option = rounds(state.engine.plan)
+            if places and option:
+                raise ValueError(
+                    f"{where} was sharded with {option}, which rounds a parameter beside its neighbours, and those "
+                    "that tied= names have others in each stage, so they would no longer be the same; leave one out."
+                )
             if state.engine.plan.compile is not False and _cuts_backwards(self.schedule):
                 raise ValueError(
                     f"Stage {stage.stage_index} of the pipeline was sharded with compile=, and "

@@ -21,6 +21,8 @@ I computes the gradients of a stage's inputs, W those of its parameters, later, 
    saves] in step/saved.py), so I and W gather the units whose parameters they read.
 5. torch finds shapes by running each stage once, past these methods, and by computing gradients of its inputs. Nobody
    uses the values: zeros stand for parameters that are away, hooks are off, and buffers are put back (`Local.quiet`).
+6. torch's I finds what is left to W on the way to a stage's inputs. Where all stages before are frozen no input needs a
+   gradient, and parameters would get none: there I is a whole backward, and nothing is left.
 """
 
 from __future__ import annotations
@@ -200,6 +202,9 @@ def bind(stage: Any, local: Local) -> None:
 
     def backward_one(what: str, kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         with local.backward(index, what), _standing_in(module, mine, local):
+            if what == "input" and not _any_needs_grad(kwargs["input_values"]):
+                grads, _ = backward("full", _as_full(kwargs), last_backward=last_backward)
+                return grads, []
             return backward(what, kwargs, last_backward=last_backward)
 
     def reduce_grad(divisor: int) -> None:
@@ -208,6 +213,17 @@ def bind(stage: Any, local: Local) -> None:
     stage.forward_maybe_with_nosync, stage.backward_maybe_with_nosync = forward_one, backward_one
     stage.perform_reduce_grad = reduce_grad
     _bind_neighbours(stage)
+
+
+def _any_needs_grad(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def _as_full(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What torch gives to a whole backward, of what it gives to half a one: there a loss stands in a tuple."""
+    if kwargs["output_grads"] is None:
+        return {**kwargs, "stage_output": kwargs["stage_output"][0]}
+    return kwargs
 
 
 def _bind_neighbours(stage: Any) -> None:

@@ -10,6 +10,8 @@ Note [Ties]
    leave theirs unreduced. A sum of two numbers is the same in either order, so both hold the same bits.
 2. A tie that nobody has told of would train two parameters where there was one. So stages tell each other the shapes of
    their matrices, and where one has the shape of another stage's embedding, a digest of the values.
+3. Codes of a wire, and moments in int8, are made for blocks of a lane, whose other members differ between two stages:
+   the copies would be rounded apart. `rounds` says so of a plan.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from zeor.comm.agree import exchange
 from zeor.comm.axes import Axis
 from zeor.features.stages import Local
+from zeor.plan import Plan
 from zeor.step.unit import Slot, gather_values
 
 
@@ -36,6 +39,13 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name!r} of stage {self.stage}"
+
+
+def rounds(plan: Plan) -> str:
+    """The option by which copies of one parameter would be rounded apart, or nothing: see step 3 of the Note."""
+    if plan.wire is not None and not plan.wire.is_exact:
+        return "wire="
+    return "moments='int8'" if plan.moments == "int8" else ""
 
 
 Tie = tuple[Place, Place]  # the stage with the lower number first
@@ -168,7 +178,8 @@ class Ties:
             own = {place: self._unreduced(place).clone() for place in here}
             for place, other in here.items():
                 grad = own[other] if other in own else self._swap(place, other, own[place])
-                self._locals[place.stage].add_grad(self._slots[place], grad)
+                if self._slots[place].trains:  # a gradient of one that was frozen since then would move it
+                    self._locals[place.stage].add_grad(self._slots[place], grad)
 
     def _unreduced(self, place: Place) -> Tensor:
         """What the stage's backwards have summed of it; zeros where none came to it."""

@@ -76,6 +76,12 @@ def replicated_dims(param: Tensor) -> tuple[int, ...]:
     return tuple(dim for dim, placement in enumerate(placements) if placement.is_replicate())
 
 
+def cut_dims(param: Tensor) -> tuple[int, ...]:
+    """The mesh dimensions along which ranks have different elements of it."""
+    placements: Sequence[Any] = param.placements if is_placed(param) else ()  # type: ignore[attr-defined]
+    return tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
 def held_shape(param: Tensor) -> torch.Size:
     """Of what lies in a lane."""
     return local_tensor(param).shape

@@ -28,7 +28,12 @@ def tensor_ranks(model: nn.Module, axes: Axes, deterministic: bool, timeout: flo
     Ranks of all places along the mesh come here together."""
     placed = [(name, param) for name, param in model.named_parameters() if is_placed(param)]
     ours = ranks_on(axes.everyone)
-    together(axes.everyone, lambda: _check(placed, ours), "check of the model's DTensors", TypeError)
+
+    def check() -> None:
+        _check_buffers(model)
+        _check(placed, ours)
+
+    together(axes.everyone, check, "check of the model's DTensors", TypeError)
     same_everywhere(axes.everyone, "DTensors", [f"{name!r}: {param.placements}" for name, param in placed])  # type: ignore[attr-defined]
     if not placed:
         return None
@@ -46,6 +51,16 @@ def _check(named: Sequence[tuple[str, Any]], ours: Sequence[int]) -> None:
         for dim in range(mesh.ndim):
             _check_apart(name, param, dim, ours)
         Placed(name, param)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """parallelize_module replicates the buffers of a module that it cuts."""
+    name = next((name for name, buffer in model.named_buffers() if is_placed(buffer)), None)
+    if name is not None:
+        raise TypeError(
+            f"Buffer {name!r} is a DTensor, and zeor takes plain buffers beside tensor parallelism: after "
+            "parallelize_module assign buffer.full_tensor() in its place."
+        )
 
 
 def _check_apart(name: str, param: Any, dim: int, ours: Sequence[int]) -> None:
@@ -108,6 +123,16 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     if plan.precision.float8 is not None:
         raise ValueError(
             f"precision='fp8' multiplies plain weights in 8 bits, and {name!r} is a DTensor; use precision='bf16'."
+        )
+    if plan.recompute == "auto":
+        raise ValueError(
+            f"recompute='auto' lets each rank compute other blocks again, and those of a model with {name!r}, a "
+            "DTensor, send messages; use recompute=True, or name the blocks."
+        )
+    if plan.wire is not None and plan.wire.auto:
+        raise ValueError(
+            f"wire='auto' is chosen apart by ranks that hold other parts of {name!r}, a DTensor, and what all of them "
+            "hold would no longer be the same; name a format."
         )
     compiled = next((each for each, module in model.named_modules() if module._compiled_call_impl is not None), None)
     if plan.compile is not False or compiled is not None:

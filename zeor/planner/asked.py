@@ -50,12 +50,12 @@ class Asked(NamedTuple):
 
     def with_plan(self, plan: Choice | str | None, defaults: Mapping[str, Any], is_cut: bool) -> Asked:
         """What plan= names takes the place of defaults, and of nothing that was given. `is_cut`: the model has
-        DTensors, which compile= does not take."""
+        DTensors, which compile= and recompute="auto" do not take."""
         if plan is None:
             return self
         given = {**self.options, "hierarchy": self.where.hierarchy}
         named = [name for name, value in given.items() if value != defaults.get(name)]
-        chosen = chosen_by(plan, self.where, [*named, "compile"] if is_cut else named)
+        chosen = chosen_by(plan, self.where, [*named, "compile", "recompute"] if is_cut else named)
         for name, value in chosen.items():
             if given[name] not in (defaults[name], value):
                 raise ValueError(

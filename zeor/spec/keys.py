@@ -11,18 +11,24 @@ in lanes whose compute is whole on every rank at every stage; gradients and stat
 them belong to the root's unit: one reduce at the end of backward and one publish at the step serve the whole model,
 where lanes in every unit would each have their own. The layout is the same at every stage, so that norms, which add up
 what each rank has, are the same bits at every stage. A rank alone has no slices, and nothing is kept apart.
+
+Note [Blocks of one kind]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Codes of a wire are made for blocks of a lane, so what a parameter is rounded to depends on its neighbours. A parameter
+that tensor parallelism has not cut is to be the same on the ranks beside this one, and its neighbours are not where
+they are cut. So in a model with a wire what is cut has lanes of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from zeor.memory.float8 import code_dtype
-from zeor.memory.placed import replicated_dims
+from zeor.memory.placed import cut_dims, replicated_dims
 from zeor.plan import Plan, Precision
 
 
@@ -40,6 +46,7 @@ class LaneKey:
     stays_whole: bool = False
     sums: tuple[int, ...] = ()  # mesh dimensions that are not ours: Note [Partial gradients] in memory/placed.py
     experts: bool = False  # its axes are those of experts: Note [Axes] in comm/axes.py
+    cut: tuple[int, ...] = ()  # such dimensions too, of a model with a wire: Note [Blocks of one kind]
 
     @property
     def coded(self) -> bool:
@@ -78,3 +85,8 @@ def lane_key(
     master = precision.master or torch.promote_types(exact, torch.float32)
     codes = code_dtype(owners)
     return LaneKey(codes or compute, reduce, master, True, stays, replicated_dims(param) or partial, experts)
+
+
+def kept_apart(key: LaneKey, param: Tensor, plan: Plan) -> LaneKey:
+    """The key of a parameter's lane under this plan: see Note [Blocks of one kind]."""
+    return key if plan.wire is None or key.experts else replace(key, cut=cut_dims(param))

@@ -21,7 +21,7 @@ from zeor.memory.placed import held_shape, is_placed
 from zeor.memory.roles import Column, Residency, Sizes, Table, table_of
 from zeor.model.discover import UnitSpec
 from zeor.plan import Plan
-from zeor.spec.keys import LaneKey, lane_key, small_numel
+from zeor.spec.keys import LaneKey, kept_apart, lane_key, small_numel
 from zeor.spec.places import Places
 from zeor.spec.wires import EXACT, LaneWires, Reduced, differs, lane_wires
 from zeor.tiers.master import master_itemsize
@@ -182,7 +182,8 @@ def spec_units(
         by_key: dict[LaneKey, list[nn.Parameter]] = defaultdict(list)
         for _, param, owners in unit.params:
             apart = experts is not None and is_placed(param)
-            by_key[lane_key(param, owners, plan.precision, small, experts=apart)].append(param)
+            key = lane_key(param, owners, plan.precision, small, experts=apart)
+            by_key[kept_apart(key, param, plan)].append(param)
         lanes = []
         for key, params in by_key.items():
             rest = places.of_lane(unit.name, key, params)

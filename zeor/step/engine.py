@@ -38,7 +38,7 @@ from zeor.memory.buffers import Ledger
 from zeor.memory.param import Coded, classes_of, take_grad
 from zeor.memory.roles import table_of
 from zeor.plan import Plan
-from zeor.spec.keys import LaneKey, lane_key, small_numel
+from zeor.spec.keys import LaneKey, kept_apart, lane_key, small_numel
 from zeor.spec.lane_spec import lane_spec
 from zeor.spec.places import Places
 from zeor.step import events
@@ -389,7 +389,10 @@ class Engine:
         for slot in members:
             like = slot.wrap(values[slot]).detach().requires_grad_(slot.trains)  # in the dtype that the user gave it
             precision = self.plan.precision
-            key = lane_key(like, slot.owners, precision, small, slot.partial, slot.experts) if slot.trains else lane.key
+            key = lane.key
+            if slot.trains:
+                key = lane_key(like, slot.owners, precision, small, slot.partial, slot.experts)
+                key = kept_apart(key, like, self.plan)
             by_key.setdefault(key, []).append(slot)
         made = [
             self._make_lane(unit, key, slots, [values[slot] for slot in slots]) for key, slots in by_key.items()

@@ -32,6 +32,7 @@ class Norms:
         self._slots: list[Slot] = []  # that have gradients
         self._known: dict[float, dict[Slot, tuple[Tensor, int]]] = {}  # with GradLane.folds at that time
         self._factor: tuple[Tensor, int | None, Tensor] | None = None
+        self.of_a_stage = False  # other stages of a pipeline have gradients that these norms do not know
 
     def watch(self, slots: Sequence[Slot]) -> None:
         self._all, self._slots = slots, [slot for slot in slots if slot.lane.grads is not None]
@@ -125,6 +126,11 @@ class Norms:
 
     def check(self, slots: Sequence[Slot], found_inf: Tensor) -> None:
         """GradScaler: every rank sees the same norms, so all skip the step or none does."""
+        if self.of_a_stage:
+            raise RuntimeError(
+                "GradScaler would leave a step out on this stage of the pipeline alone, and go on with another scale "
+                "than the other stages; train in bf16, which needs no scaler."
+            )
         largest = torch.stack(self.of_grads(slots, math.inf))
         bad = (~torch.isfinite(largest)).any().to(found_inf)
         found_inf.copy_(torch.maximum(found_inf, bad))
