@@ -387,6 +387,8 @@ def refused() -> dict[str, str]:
     told["no such"] = raised(lambda: zeor.pipeline(bare(mesh, sharded(tied=True)), tied=[("embed.weight", "head.w")]))
     told["shapes"] = raised(lambda: zeor.pipeline(bare(mesh, sharded()), tied=[("scale", "blocks.0.up.weight")]))
     told["values"] = raised(lambda: zeor.pipeline(bare(mesh, sharded()), tied=[("scale", "scale")]))
+    given = [pipes.TIED] if rank == 0 else []
+    told["other ties"] = raised(lambda: zeor.pipeline(bare(mesh, sharded(tied=True)), tied=given))
     told["one stage"] = raised(lambda: zeor.pipeline(bare(mesh, sharded()), tied=[((0, "a"), (0, "b"))]))
     told["pair"] = raised(lambda: zeor.pipeline(bare(mesh, sharded()), tied=["embed.weight"]))
     told["by action"] = raised(
@@ -422,6 +424,7 @@ ERRORS = {
     "no such": "'head.w' of stage 1, which that stage does not have",
     "shapes": r"cannot be one parameter: the shapes \(8,\) and \(16, 8\)",
     "values": "'scale' of stage 0 and 'scale' of stage 1, which hold different values",
+    "other ties": "The ranks' arguments of zeor.pipeline differ: rank 0 has tied=.*rank 1 has tied=",
     "one stage": "two parameters of stage 0; tie them in the module",
     "pair": "give pairs such as",
     "compiled": "Stage 0 of the pipeline was sharded with compile=.*ScheduleInterleavedZeroBubble computes half",

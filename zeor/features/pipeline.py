@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeor.access.sharded import Sharded, stage_of
 from zeor.comm import verbs
-from zeor.comm.agree import exchange, together
+from zeor.comm.agree import exchange, same_everywhere, together
 from zeor.comm.axes import Axes, Axis, group_of, make_axis
 from zeor.comm.meshes import ranks_on
 from zeor.features.stages import KEEPS, Local, bind
@@ -78,10 +78,12 @@ class Pipeline:
                 self.locals.append(local)
             local.add(stage.stage_index, entry)
             by_stage[stage.stage_index] = local
+        self.everyone = _everyone(self.axis, self.locals[0].engine.axes)  # the ranks of all stages
+        said = [f"keep={keep!r}", f"reduce={reduce!r}", f"tied={tied!r}"]
+        same_everywhere(self.everyone, "arguments of zeor.pipeline", said)
         self.tied = bool(places)  # of all stages, those of other ranks too
         self.ties = Ties(self.stages, by_stage, places, self.axis)
         self.ties.check(undeclared=tied is None)
-        self.everyone = _everyone(self.axis, self.locals[0].engine.axes)  # the ranks of all stages
         for stage in self.stages:
             bind(stage, by_stage[stage.stage_index])
         for local in self.locals:
