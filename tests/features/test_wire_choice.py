@@ -47,6 +47,12 @@ def test_candidates_of_one_axis_send_differences_where_ranks_hold_weights():
     assert lossy.rotate and lossy.auto and lossy.across is None
 
 
+def test_candidates_keep_what_they_round_off_where_that_was_asked_for():
+    plan = replace(plan_of(2), wire=Wire(auto=True, feedback=True, reduce="int8"))
+    assert [wire.feedback for wire in candidates(plan, Sizes(4, 1))] == [False, True, True, True]
+    assert not any(wire.feedback for wire in candidates(plan_of(2), Sizes(4, 1)))
+
+
 def test_of_two_axes_all_that_leave_the_inner_one_exact_come_first():
     found = candidates(plan_of(3, 1), Sizes(2, 2))
     assert named(found)[:4] == [

@@ -92,11 +92,15 @@ def _weights(level: str) -> Sequence[str]:
 
 def _wire(plan: Plan, inside: tuple[str, str], across: tuple[str, str]) -> Wire:
     """Of (gather, reduce) along each axis."""
-    assert plan.wire is not None
+    given = plan.wire
+    assert given is not None
     each = [
-        Wire(gather, reduce, rounding=plan.wire.rounding, rotate=reduce == "int4")
+        Wire(
+            gather, reduce, rounding=given.rounding, rotate=reduce == "int4",
+            feedback=given.feedback and reduce != "exact",
+        )
         for gather, reduce in (inside, across)
-    ]
+    ]  # fmt: skip
     return replace(each[0], across=each[1] if each[1] != each[0] else None, auto=True)
 
 
