@@ -160,14 +160,15 @@ def test_shard_takes_a_choice_and_trains_as_without(ranks: Callable[..., list[An
         assert ranks(trained, 2, plan)[0][1] == plain
 
 
-def test_auto_compiles_no_model_that_tensor_parallelism_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_neither_compiles_nor_recomputes_a_model_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(devices, "compiles", lambda: True)
     defaults = {"recompute": False, "offload": None, "compile": False, "hierarchy": None}
     asked = Asked(Where(None, None, None), dict(defaults), None)
-    assert asked.with_plan("auto", defaults, False).options["compile"] is True
+    whole = asked.with_plan("auto", defaults, False).options
+    assert (whole["compile"], whole["offload"], whole["recompute"]) == (True, "auto", "auto")
     cut = asked.with_plan("auto", defaults, True).options
-    assert (cut["compile"], cut["offload"], cut["recompute"]) == (False, "auto", "auto")
+    assert (cut["compile"], cut["offload"], cut["recompute"]) == (False, "auto", False)
 
 
 def test_plan_takes_the_place_of_defaults_and_of_nothing_that_was_given() -> None:
