@@ -2,7 +2,8 @@
 
     python -m tests.integrations.record test_ray.py test_trl.py --out benchmarks/results/integrations.json
 
-The file has one entry per test file; a run replaces those that it names.
+The file has one entry per test file; a run replaces those that it names. Figures that a test tells, as JSON by
+record_property, stand beside its outcome.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ def outcome(case: ElementTree.Element) -> str:
     return {"failure": "failed", "error": "error", "skipped": "skipped"}[kinds[0]] if kinds else "passed"
 
 
+def figures(case: ElementTree.Element) -> dict[str, Any]:
+    """What a test has said by record_property."""
+    found = {str(each.get("name")): str(each.get("value")) for each in case.iter("property")}
+    return {name: json.loads(value) for name, value in found.items()}
+
+
 def tried(file: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = f"{folder}/report.xml"
@@ -53,7 +60,9 @@ def tried(file: str) -> dict[str, Any]:
     counts = {kind: list(cases.values()).count(kind) for kind in ("passed", "failed", "error", "skipped")}
     command = f'python -m pytest -m "" tests/integrations/{file}'
     seconds = round(float(suite.get("time", "0")))
-    return {"command": command, **counts, "seconds": seconds, "versions": versions(), "cases": cases}
+    entry = {"command": command, **counts, "seconds": seconds, "versions": versions(), "cases": cases}
+    told = {str(case.get("name")): found for case in suite.iter("testcase") if (found := figures(case))}
+    return entry | ({"figures": told} if told else {})
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ TRL is not among the packages of the `dev` extra: `pip install trl`, then `pytes
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -27,9 +28,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"two": two, "one": start(PROGRAM, 1, "one", folder)[0]}
 
 
+def distance(mine: list[float], plain: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(mine, plain, strict=True))
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_sft(found, stage):
+def test_sft(found, stage, record_property):
     plain = found["one"]["sft"]
+    farthest = distance(found["two"][0][f"sft {stage}"]["loss"], plain["loss"])
+    record_property("largest distance of a loss", json.dumps(farthest))
     for rank in found["two"]:
         mine = rank[f"sft {stage}"]
         assert mine["loss"] == pytest.approx(plain["loss"], rel=0, abs=1.1e-6)
@@ -41,8 +48,10 @@ def test_sft(found, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_dpo_with_a_reference_model_that_follows_on_slices(found, stage):
+def test_dpo_with_a_reference_model_that_follows_on_slices(found, stage, record_property):
     plain = found["one"]["dpo"]
+    farthest = distance(found["two"][0][f"dpo {stage}"]["loss"], plain["loss"])
+    record_property("largest distance of a loss", json.dumps(farthest))
     for rank in found["two"]:
         mine = rank[f"dpo {stage}"]
         assert mine["loss"] == pytest.approx(plain["loss"], rel=0, abs=1.1e-6)
@@ -56,8 +65,11 @@ def grpo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("run", "like"), [("1", "plain"), ("3", "plain"), ("lora", "lora")])
-def test_grpo_with_generation_in_another_process_while_the_model_is_parked(grpo, run, like):
+def test_grpo_with_generation_in_another_process_while_the_model_is_parked(grpo, run, like, record_property):
     plain = grpo["one"][like]
+    for name in ("loss", "grad_norm"):
+        found = distance(grpo["two"][0][run][name], plain[name])
+        record_property(f"largest distance of a {name}", json.dumps(found))
     assert len(plain["loss"]) == 6 and len(plain["made"]) == 3 and plain["kl"][-1] > 0
     assert plain["made"][0] != plain["made"][1]
     for rank in grpo["two"]:
