@@ -32,7 +32,11 @@ SOME: dict[str, dict[str, int]] = {
     "comm/launch/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
     "comm/test_meeting.py": {"test_a_rank_that_leaves_the_path_is_named_on_every_rank": 12},
     "examples/test_fetch.py": {"test_ranks_that_ask_at_once_fetch_once": 0},
-    "examples/test_language.py": {"test_gpt_pretraining_lowers_the_held_out_loss": 0},
+    "examples/test_language.py": {
+        "test_gpt_pretraining_lowers_the_held_out_loss": 0,
+        "test_a_llama_cut_by_tensor_parallelism_goes_on_at_another_mesh": 0,
+    },
+    "examples/test_parallel_gpt.py": {"test_a_checkpoint_goes_on_at_another_mesh_and_is_exported": 0},
     "examples/test_vision.py": {"test_the_mnist_network_learns_at_stage_3": 0},
     "optim/parts/test_counters.py": {"test_counters_move_once_per_step_on_every_rank": 7},
     "optim/test_every_optimizer.py": {"test_it_equals_one_process_at_every_stage": 15},
@@ -42,12 +46,14 @@ SOME: dict[str, dict[str, int]] = {
     "optim/parts/test_pieces.py": {"test_a_run_goes_on_at_another_world_size_from_pieces": 5},
     "optim/test_state_dicts.py": {"test_each_rank_resumes_from_its_own_in_bits": 10},
     "optim/test_stepper.py": {"test_state_dicts_round_trip_in_bits": 8},
+    "parity/test_axes.py": {"test_float64_is_plain_pytorch_in_one_process": 1},
     "parity/test_by_hand.py": {
         "test_the_script_checks_itself": 0, "test_zeor_equals_zero_by_hand_in_bits_at_every_stage": 2,
     },
     "parity/test_compile.py": {"test_compiled_units_do_not_recompile_and_keep_loss_and_names": 2},
     "parity/test_drop_in.py": {"test_same_bits_as_shard": 2, "test_loop": 8, "test_model": 5, "test_odd_sizes": 2},
     "parity/test_entries.py": {"test_methods": 4},
+    "parity/test_experts.py": {"test_a_line_of_ranks_leaves_a_mixture_out": 1},
     "parity/test_graphs.py": {
         "test_several_sharded_models_in_one_loss": 2, "test_one_model": 4, "test_one_module_twice_in_one_forward": 3,
     },
@@ -56,12 +62,15 @@ SOME: dict[str, dict[str, int]] = {
         "test_model_with_two_backwards": 2,
     },
     "parity/test_release.py": {"test_it_changes_no_bit_at_any_stage_and_place": 2},
+    "parity/test_wires.py": {"test_a_wire_across_gives_the_same_bits_where_updates_are_cut_alike": 0},
     "parity/test_zoo.py": {"test_stages_are_the_same_bits_and_equal_one_process": 5},
     "planner/test_budget.py": {"test_without_a_batch_the_device_stays_within_its_budget": 5},
     "planner/test_rests.py": {
         "test_resident_bytes_by_role_and_tier_are_exact": 1, "test_gradients_on_the_device_are_exact": 1,
         "test_windows_are_as_large_as_planned": 1,
     },
+    "planner/test_wires.py": {"test_bytes_are_as_foreseen": 1},
+    "replan/test_kept.py": {"test_matrices_of_owners_travel": 1},
     "features/test_join.py": {
         "test_five_against_seven_batches_equal_plain_pytorch": 2, "test_two_models_in_one_block": 2,
     },
@@ -87,7 +96,7 @@ SOME: dict[str, dict[str, int]] = {
         "test_a_deepspeed_checkpoint_resumes_with_its_moments": 1,
         "test_a_dcp_checkpoint_of_fsdp2_resumes_at_another_world": 1,
     },
-    "tools/test_train.py": {"test_a_small_run_learns_and_measures": 0},
+    "tools/test_train.py": {"test_a_small_run_learns_and_measures": 0, "test_a_wire_is_shown_in_the_step_line": 0},
     "tools/test_interrupt.py": {"test_without_a_folder_ctrl_c_ends_it_with_one_line": 0},
 }  # fmt: skip
 
