@@ -568,6 +568,24 @@ def test_default_filter_takes_blocks_linears_alone(caplog):
     assert any("emulated on a CPU" in text for text in lines)
 
 
+class Gated(nn.Module):
+    """A gated MLP whose gate has a router's name, or a router of `experts` experts."""
+
+    def __init__(self, width, inner, experts=0):
+        super().__init__()
+        self.gate = nn.Linear(width, experts or inner, bias=False)
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("made", "gates"), [((32, 96), 2), ((64, 32), 2), ((32, 32), 2), ((64, 96, 16), 0)], ids=str
+)
+def test_the_gate_of_a_gated_mlp_is_no_router(made, gates):
+    chosen, left = fp8.choose(nn.Sequential(Gated(*made), Gated(*made)), zeor.Float8(), None)
+    assert sum(name.endswith("gate") for name in chosen) == gates and len(chosen) == 4 + gates
+    assert left["that route"] == 2 - gates
+
+
 def test_a_filter_and_units_choose_others():
     model = Net()
     model.blocks[0].none = nn.Linear(0, 16, bias=False, device="meta")

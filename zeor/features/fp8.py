@@ -27,7 +27,7 @@ from zeor.step.extension import Extension
 from zeor.step.unit import Slot
 
 GRANULE = 16  # both sides of a weight are multiples of it: what float8 units take
-_ROUTERS = {"router", "gate", "gating", "switch"}  # a linear of this very name chooses experts
+_ROUTERS = {"router", "gate", "gating", "switch"}  # a linear of this very name may choose experts: see _routes
 log = logging.getLogger("zeor")
 
 
@@ -58,7 +58,7 @@ def choose(
     shared = _shared_weights(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            reason = _why_not(module, shared) or _filtered(name, module, fp8, module in inside)
+            reason = _why_not(module, shared) or _filtered(model, name, module, fp8, module in inside)
             if reason:
                 left[reason] += 1
             else:
@@ -79,15 +79,24 @@ def _why_not(linear: nn.Linear, shared: set[nn.Parameter]) -> str:
     return ""
 
 
-def _filtered(name: str, linear: nn.Linear, fp8: Float8, inside: bool) -> str:
+def _filtered(model: nn.Module, name: str, linear: nn.Linear, fp8: Float8, inside: bool) -> str:
     if fp8.filter is not None:
         return "" if fp8.filter(linear, name) else "by your filter"
-    words = name.split(".")
     if not inside:
         return "outside repeated blocks"
-    if words[-1] in _ROUTERS:
+    if _routes(model, name, linear):
         return "that route"
-    return "of adapters" if any(word.startswith("lora") for word in words) else ""
+    return "of adapters" if any(word.startswith("lora") for word in name.split(".")) else ""
+
+
+def _routes(model: nn.Module, name: str, linear: nn.Linear) -> bool:
+    """Whether it chooses experts. The gate of a gated MLP (SwiGLU) often has a router's name: it stands beside a linear
+    of its own shape, or it is as wide as its input at least, and a router has one output for each expert."""
+    parent, _, last = name.rpartition(".")
+    if last not in _ROUTERS or linear.out_features >= linear.in_features:
+        return False
+    others = [each for each in model.get_submodule(parent).children() if each is not linear]
+    return not any(isinstance(each, nn.Linear) and each.weight.shape == linear.weight.shape for each in others)
 
 
 def _inside_blocks(model: nn.Module, units: Sequence[nn.Module | type] | None) -> set[nn.Module]:
