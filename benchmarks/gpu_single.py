@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import logging
 import os
 import sys
 import time
@@ -238,6 +239,20 @@ class Loop:
 # 3. Figures
 
 
+class Said(logging.Handler):
+    """Lines that zeor logs: what recompute="auto" and offload="auto" have chosen explains a figure later."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        log = logging.getLogger("zeor")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def step_times(clock: Clock, marks: list[list[Any]]) -> list[float]:
     """Milliseconds from one step's start to the next one's; the last step ends with its own last mark."""
     starts = [step[0] for step in marks] + [marks[-1][-1]]
@@ -289,6 +304,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Prepare, warm up, time, and say everything that was seen."""
     if options.device == "cuda":
         torch.cuda.set_device(0)
+    said = Said()
     started = time.perf_counter()
     loop = Loop(prepare(options), options)
     setup_peak_nbytes = start_memory_peaks(options.device)
@@ -308,6 +324,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **memory_figures(options.device, setup_peak_nbytes),
         "profile": phase_times(loop.clock, marks) if options.profile else None,
         "losses": [round(float(loss), 6) for loss in loop.losses],
+        "said": said.lines,
     }
     if options.kernels:
         figures["kernels"] = kernel_table(loop, options.kernels)
