@@ -25,7 +25,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -53,6 +53,7 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
     autocast: bool = False
     clip: Callable[[float], Any] | None = None  # None: the stock call over model.parameters()
+    alone: Callable[[], contextlib.AbstractContextManager[Any]] | None = None  # around micro-batches but the last
 
 
 # 1. Preparing a system
@@ -153,7 +154,14 @@ def prepare_fsdp2(model: Decoder, options: argparse.Namespace) -> Trained:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Trained(model, adamw(model))
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)  # type: ignore[attr-defined]  # of its class since fully_shard
+        yield
+        model.set_requires_gradient_sync(True)  # type: ignore[attr-defined]
+
+    return Trained(model, adamw(model), alone=alone)
 
 
 def prepare_zeor(model: Decoder, options: argparse.Namespace) -> Trained:
@@ -164,7 +172,7 @@ def prepare_zeor(model: Decoder, options: argparse.Namespace) -> Trained:
     chosen = {"stage": options.stage, "precision": "bf16", **json.loads(options.zeor)}
     sharded, optimizer = zeor.shard(model, adamw(model), **chosen)
     clip = None if options.stock_clip else (lambda limit: zeor.clip_grad_norm_(sharded, limit))
-    return Trained(sharded, optimizer, clip=clip)
+    return Trained(sharded, optimizer, clip=clip, alone=lambda: zeor.accumulate(sharded))
 
 
 # 2. The loop
@@ -201,19 +209,22 @@ class Loop:
         self.tokens = min(options.tokens, shape.positions)
         generator = torch.Generator(device=options.device).manual_seed(1)
         # Two batches made beforehand, so that the clock sees training only.
-        self.batches = [random_batch(shape, options.batch, self.tokens, generator) for _ in range(2)]
+        self.batches = [random_batch(shape, options.batch, self.tokens, generator) for _ in range(2 * options.micro)]
         self.losses: list[torch.Tensor] = []
 
     def step(self, number: int) -> list[Any]:
-        """One step; the marks at its start and after each of PHASES."""
-        model, optimizer, autocast, clip = self.trained
-        mark = self.clock.mark
-        context = torch.autocast(self.options.device, torch.bfloat16) if autocast else contextlib.nullcontext()
+        """One step; the marks at its start and after each of PHASES: the first micro-batch's forward, what is left of
+        the others and all backwards, clipping, and the update."""
+        model, optimizer, autocast, clip, alone = self.trained
+        mark, micro = self.clock.mark, self.options.micro
         marks = [mark()]
-        with context:
-            loss = loss_of(model, *self.batches[number % 2])
-        marks.append(mark())
-        loss.backward()
+        for place in range(micro):
+            with alone() if alone and place + 1 < micro else contextlib.nullcontext():
+                with torch.autocast(self.options.device, torch.bfloat16, enabled=autocast):
+                    loss = loss_of(model, *self.batches[number % 2 * micro + place])
+                if not place:
+                    marks.append(mark())
+                (loss / micro if micro > 1 else loss).backward()
         marks.append(mark())
         if self.options.clip > 0:
             if clip is None:
@@ -312,7 +323,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     setup_s = time.perf_counter() - started
     seconds, marks = loop.run(options.steps)
     shape = SIZES[options.size]
-    tokens_per_s = options.steps * options.batch * loop.tokens / seconds
+    tokens_per_s = options.steps * options.micro * options.batch * loop.tokens / seconds
     figures: dict[str, Any] = {
         "tokens_per_s": round(tokens_per_s, 1),
         "step_ms": round(1e3 * seconds / options.steps, 3),
@@ -337,7 +348,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of zeor")
     parser.add_argument("--size", default="1.3B", choices=list(SIZES))
     parser.add_argument("--tiny", action="store_true", help="the same as --size tiny")
-    parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--tokens", type=int, default=2_048, help="tokens per sequence, cut to the model's positions")
     parser.add_argument("--compile", nargs="?", const="module", choices=["module", "forward"])
     parser.add_argument("--world", type=int, default=1, help="above 1: one rank of so many, on a fake group")

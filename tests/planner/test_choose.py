@@ -87,6 +87,30 @@ def test_micro_batches_come_where_a_whole_batch_is_too_large() -> None:
     assert micro_batches(12) == [1, 2, 4] and micro_batches(None) == [1] and micro_batches(7) == [1]
 
 
+@pytest.mark.parametrize(("batch", "gib"), [(8, 14), (8, 11), (4, 9), (16, 15)], ids=str)
+def test_no_plan_on_one_gpu_is_foreseen_to_be_much_faster_than_the_choice(batch: int, gib: int) -> None:
+    """Brute force over recomputation, state on the host and micro-batches, by predict's own figures."""
+    machine, host = replace(MACHINES["H200"], memory=gib * GIB), "100GiB"
+    short = replace(SIZES["1.3B"], layers=4)
+    found = zeor.choose(lambda: Decoder(short), "AdamW", (batch, 2048), world=1, gpu=machine, host=host)
+    budgets = {"device_budget": int(0.98 * (gib - 1) * GIB), "host_budget": host}
+    times = []
+    for count in (n for n in micro_batches(batch) if n <= 4):
+        for again in (False, True, "auto"):
+            for away in ({}, {"offload": {"auto": True, **budgets}}):
+                with torch.device("meta"):
+                    built = Decoder(short)
+                plan: dict[str, Any] = {"precision": "bf16", "recompute": again, "accumulation": count, **away}
+                try:
+                    said = zeor.predict(built, gpu=machine, batch=(batch // count, 2048), **plan)
+                except ValueError:  # it does not fit
+                    continue
+                if said.device_peak <= 0.98 * (gib - 1) * GIB:
+                    assert said.time is not None
+                    times.append(said.time.seconds)
+    assert len(times) >= 4 and found.best.seconds <= 1.05 * min(times) < 0.9 * max(times)
+
+
 def test_only_what_keeps_results_is_tried_unless_more_is_allowed() -> None:
     tight: dict[str, Any] = {"world": 1, "gpu": replace(MACHINES["H100"], memory=24 * GIB), "host": "100GiB"}
 

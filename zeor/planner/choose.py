@@ -41,6 +41,7 @@ from zeor.tiers.host import free_host_nbytes
 _OPTIONS = ("inputs", "loss", "units", "compile", "keep_whole", "prefetch", "kernel", "clip")
 _SHOWN, _MOST_RANKS = 5, 1 << 16
 _ALIKE = 0.01  # times that differ by less are equal: the model knows no better
+_CUT = 0.05  # of a step, which a plan that cuts a batch once more has to save
 
 
 @dataclass(frozen=True)
@@ -200,30 +201,35 @@ class _Hunt:
     clip: bool
 
     def choice(self, allowed: Sequence[str], sequences: int | None) -> Choice:
-        found: list[Candidate] = []
-        for count in micro_batches(sequences):
-            found += self._looked_at(allowed, count, sequences)
-            if any(each.prediction and not each.why and not each.option.away for each in found):
-                break  # smaller ones only take longer
+        found = self._found(allowed, sequences)
         fit = sorted((each for each in found if not each.why), key=lambda each: each.seconds)
         refused = sorted((each for each in found if each.why), key=_peak)
         if not fit:
             raise ValueError(self._nothing(refused, allowed, sequences))
-        near = [each for each in fit if each.seconds <= (1 + _ALIKE) * fit[0].seconds]
-        lean = min(near, key=_peak)
-        why = "the fastest" if lean is fit[0] else f"within {_ALIKE:.0%} of the fastest, less memory"
+        lean, why = _leanest(fit)
         best = replace(lean, why=why)
         others = tuple(replace(each, why=_why(each, best)) for each in fit if each is not lean)
         return Choice(best, others, tuple(refused), self.room.machine, self.room.shape, self.common)
+
+    def _found(self, allowed: Sequence[str], sequences: int | None) -> list[Candidate]:
+        """A batch is cut into more micro-batches until a plan fits that gives up nothing else."""
+        found: list[Candidate] = []
+        for count in micro_batches(sequences):
+            found += self._looked_at(allowed, count, sequences)
+            if any(each.option.gives_up_nothing for each in found if not each.why):
+                break
+        return found
 
     def _looked_at(self, allowed: Sequence[str], count: int, sequences: int | None) -> list[Candidate]:
         """With so many micro-batches. Where a plan fits, those that only save memory beside it are left out."""
         found: list[Candidate] = []
         for options in options_of(self.room, allowed, self.clip, count):
+            fit: list[Option] = []
             for option in options:
-                found.append(self.look(option, None if sequences is None else sequences // count))
-                if not found[-1].why:
+                if any(option.only_saves_beside(other) for other in fit):
                     break
+                found.append(self.look(option, None if sequences is None else sequences // count))
+                fit += [] if found[-1].why else [option]
         return found
 
     def look(self, option: Option, sequences: int | None) -> Candidate:
@@ -280,6 +286,21 @@ class _Hunt:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle + 1, high)
         return high
+
+
+def _leanest(fit: Sequence[Candidate]) -> tuple[Candidate, str]:
+    """Of the fastest plans the one with the least memory, and what it is good for. Of those with the fewest
+    micro-batches: the loop must cut batches for others, so these have to be faster by _CUT."""
+    counts = sorted({each.option.accumulation for each in fit})
+    by_count = [[each for each in fit if each.option.accumulation == count] for count in counts]
+    chosen = by_count[0]
+    for those in by_count[1:]:
+        if those[0].seconds <= (1 - _CUT) * chosen[0].seconds:
+            chosen = those
+    lean = min((each for each in chosen if each.seconds <= (1 + _ALIKE) * chosen[0].seconds), key=_peak)
+    if lean is chosen[0]:
+        return lean, "the fastest" if lean is fit[0] else "the fastest with so few micro-batches"
+    return lean, f"within {_ALIKE:.0%} of the fastest, less memory"
 
 
 def _peak(found: Candidate) -> float:

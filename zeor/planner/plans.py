@@ -1,6 +1,6 @@
 """The plans that `zeor.choose` looks at: stages by axis, and step by step what saves memory at the price of time.
 
-A list for each choice of stages; in each, the next one saves memory where the one before did not fit. Nothing is
+A list for each choice of stages; in each, the later ones save memory where those before did not fit. Nothing is
 computed here, and nothing that changes results is among them unless it is allowed.
 """
 
@@ -42,6 +42,16 @@ class Option(NamedTuple):
     release: bool = False
     delay: int = 0
     accumulation: int = 1
+
+    @property
+    def gives_up_nothing(self) -> bool:
+        """No time: nothing is computed again, and nothing travels to the host."""
+        return not self.recompute and not self.away
+
+    def only_saves_beside(self, fits: Option) -> bool:
+        """Whether it can only be slower than one of the same list that fits. Neither of computing again and moving
+        state to the host is always the cheaper one, so both are looked at; gradients and compute go last."""
+        return fits.gives_up_nothing or self.away == LEAST
 
     def rest(self, room: Room) -> dict[str, Any]:
         """Of the plan, beside its stages."""
@@ -86,7 +96,7 @@ def micro_batches(sequences: int | None) -> list[int]:
 
 
 def options_of(room: Room, allowed: Sequence[str], clip: bool, count: int) -> Iterator[list[Option]]:
-    """Lists of plans: in each, every next one needs less memory and more time."""
+    """Lists of plans: in each, those that give up the least come first."""
     places = [""] + ([AWAY, LEAST] if room.host else [])
     formats = ["exact", *(each for each in FORMATS if each in allowed)]
     releases = [False] + [True] * ("release" in allowed and not clip and count == 1)
