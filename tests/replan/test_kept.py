@@ -217,6 +217,46 @@ def test_random_generators_and_loaders_stand_where_they_stood(ranks: Callable) -
     ranks(random_numbers_and_data, 2)
 
 
+def methods_of_a_model() -> None:
+    replanned, optimizers = offloads.made(stage=1)
+    zeor.replan(replanned, optimizers, stage=3)
+    other, others = offloads.made(stage=3)
+    for model, its in ((replanned, optimizers), (other, others)):
+        with model.no_sync():
+            offloads.loss_of(model, 1).backward()
+        offloads.one_step(model, its, 0, "plain")
+    offloads.same(offloads.left(replanned), offloads.left(other))
+    zeor.replan(replanned, optimizers, release=True)
+    assert replanned.no_sync.func is zeor.accumulate
+    zeor.unshard(replanned, optimizers)
+    assert not hasattr(replanned, "no_sync")
+
+
+def test_what_a_model_answers_by_itself_is_kept(ranks: Callable) -> None:
+    ranks(methods_of_a_model, 2)
+
+
+def list_of_stages() -> None:
+    def made(**options: Any) -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.ModuleList([nn.Linear(40, 40), nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))])
+        return zeor.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+    replanned, other = made(stage=1), made(stage=3)
+    zeor.replan(*replanned, stage=3)
+    for model, optimizer in (replanned, other):
+        for step in range(2):
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+            model[1](model[0](x)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    offloads.same(offloads.left(replanned[0]), offloads.left(other[0]))
+
+
+def test_modules_of_a_list_are_still_called_one_by_one(ranks: Callable) -> None:
+    ranks(list_of_stages, 2)
+
+
 # ---- parameters that have no values yet, and those without an optimizer
 
 
