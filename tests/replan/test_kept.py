@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zeor
 from tests import offloads
 from tests.features import test_fp8 as in_8_bits
+from tests.features.test_nonfinite import logged
 from tests.loops import assert_equal
 from tests.parity.models import Setting, placed
 from tests.parity.test_axes import muon
@@ -255,6 +257,24 @@ def list_of_stages() -> None:
 
 def test_modules_of_a_list_are_still_called_one_by_one(ranks: Callable) -> None:
     ranks(list_of_stages, 2)
+
+
+def gradient_that_is_not_finite() -> None:
+    model, optimizers = offloads.made(stage=2)
+    with logged() as told:
+        offloads.one_step(model, optimizers, 0, "plain")
+        loss = offloads.loss_of(model, 1)
+        (loss * math.nan if dist.get_rank() == 1 else loss).backward()
+        optimizers[0].step()
+        model.zero_grad()
+        zeor.replan(model, optimizers, stage=3)
+        assert not told  # what a rank has found is told with the next backward
+        offloads.loss_of(model, 2).backward()
+    assert ["Step 2: " in text for text in told] == [True] * (dist.get_rank() == 0)
+
+
+def test_what_is_still_to_be_told_of_a_step_is_told(ranks: Callable) -> None:
+    ranks(gradient_that_is_not_finite, 2)
 
 
 # ---- parameters that have no values yet, and those without an optimizer

@@ -21,6 +21,7 @@ from zeor.features.compiling import check_options
 from zeor.features.freezing import Freezing
 from zeor.features.methods import add_methods, entries_of
 from zeor.features.module_buffers import ModuleBuffers
+from zeor.features.nonfinite import NonFinite
 from zeor.features.recompute import find_wanted
 from zeor.memory.param import hand_to
 from zeor.model.discover import find_units
@@ -143,6 +144,7 @@ class Switch:
         old, new = self._old.find(ModuleBuffers), self.engine.find(ModuleBuffers)
         if old is not None and new is not None:
             new.go_on(old)
+        self.engine.feature(NonFinite).go_on(self._old.feature(NonFinite))
 
     def _hook_up(self) -> None:
         engine, linears = self.engine, self._linears
