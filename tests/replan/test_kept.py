@@ -277,6 +277,30 @@ def test_what_is_still_to_be_told_of_a_step_is_told(ranks: Callable) -> None:
     ranks(gradient_that_is_not_finite, 2)
 
 
+class Sided(offloads.Net):
+    """With a unit that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(offloads.WIDTH, 60)
+
+
+def unit_that_is_not_used(release: bool) -> None:
+    model = Sided()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zeor.shard(model, optimizer, stage=2, release=release)
+    offloads.one_step(model, [optimizer], 0, "plain")
+    assert zeor.report(model)["grad"] == 0  # nor is anything kept for it until the next backward
+    zeor.park(model, optimizer)
+    zeor.unpark(model, optimizer)
+    zeor.replan(model, optimizer, stage=3)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_unit_that_the_last_step_did_not_use_is_no_gradient(ranks: Callable, release: bool) -> None:
+    ranks(unit_that_is_not_used, 2, release)
+
+
 # ---- parameters that have no values yet, and those without an optimizer
 
 

@@ -564,9 +564,7 @@ class Sum:
         self._drop_direct(param)
         self.held.pop(param, None)
         if not any(self.has):
-            self._forget()
-            self.released = False
-            self.stale.clear()
+            self.end()
         elif self.reader is not None or self.resting:  # it is not waited for, nor brought back, for that
             self.stale.add(param)
         else:
@@ -574,6 +572,12 @@ class Sum:
 
     def begin(self) -> None:
         self.released = False
+
+    def end(self) -> None:
+        """Nobody has a gradient of the lane."""
+        self._forget()
+        self.released = False
+        self.stale.clear()
 
     def release(self) -> None:
         self._forget()
@@ -834,6 +838,11 @@ class GradLane:
         """The user set this gradient to None."""
         self._arrival.drop(param)
         self._sum.drop(param)
+
+    def drop_unused(self) -> None:
+        """A backward is over: where no rank had a gradient of the lane, what was summed is zeros."""
+        if not any(self._sum.has) and self.state in USABLE:
+            self._sum.end()
 
     def release(self) -> None:
         """It was used, and nobody needs it any more; to the user it is there until it is set to None."""

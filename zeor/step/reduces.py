@@ -239,6 +239,10 @@ class Reducer:
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.mark_held(slot.index)
                 self.had.append(slot)
+        for unit in self._units:
+            for lane in unit.lanes:
+                if lane.grads is not None:
+                    lane.grads.drop_unused()
 
     def _tell(self, how: str, told: Sequence[int]) -> None:
         """Hands each extension its numbers."""
