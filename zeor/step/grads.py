@@ -787,8 +787,10 @@ class GradLane:
         return True
 
     def put_away(self) -> None:
-        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another."""
-        if self.resting is not None and self.state is State.SUMMED and self._reduction.move is None:
+        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another. Where it is
+        still being spread that is when backward ends."""
+        under_way = self._reduction.move is not None or self._reduction.spread is not None
+        if self.resting is not None and self.state is State.SUMMED and not under_way:
             self._sum.put_away()
 
     # ---- use

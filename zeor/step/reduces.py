@@ -243,6 +243,8 @@ class Reducer:
             for lane in unit.lanes:
                 if lane.grads is not None:
                     lane.grads.drop_unused()
+            if any(lane.grads is not None and lane.spec.spreads for lane in unit.lanes):
+                self._put_away(unit)
 
     def _tell(self, how: str, told: Sequence[int]) -> None:
         """Hands each extension its numbers."""
