@@ -239,11 +239,16 @@ class Reducer:
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.mark_held(slot.index)
                 self.had.append(slot)
+        self._end_sums()
+
+    def _end_sums(self) -> None:
+        """Who has a gradient is known, and every sum is whole: what nobody has goes, and what was still to be gathered
+        is put away."""
         for unit in self._units:
-            for lane in unit.lanes:
-                if lane.grads is not None:
-                    lane.grads.drop_unused()
-            if any(lane.grads is not None and lane.spec.spreads for lane in unit.lanes):
+            lanes = [lane for lane in unit.lanes if lane.grads is not None]
+            for lane in lanes:
+                lane.grads.drop_unused()  # type: ignore[union-attr]  # see above
+            if any(lane.spec.spreads for lane in lanes):
                 self._put_away(unit)
 
     def _tell(self, how: str, told: Sequence[int]) -> None:
