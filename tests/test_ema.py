@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -324,6 +325,28 @@ def check_settings() -> list[str]:
             zeor.ema(model, **options)
         found.append(str(error.value))
     return found
+
+
+def an_update_left_out() -> None:
+    _, model, _, mine = pair(2)
+    average = zeor.ema(model, 0.9)
+    with zeor.join(model):
+        for step in range(1 + dist.get_rank()):
+            loops.own_loss(model, step).backward()
+            mine.step()
+            mine.zero_grad()
+            average.update()
+    with pytest.raises(RuntimeError, match=r"updated 1 times on rank 0 and 2 times on rank 1, .* alike"):
+        average.applied().__enter__()
+    with pytest.raises(ValueError, match="rank 0 has average 0 after 1 updates, rank 1 has average 0 after 2 updates"):
+        zeor.replan(model, mine, stage=3)
+    average.updates = 2
+    averaged(average, model)
+
+
+def test_an_average_of_which_a_rank_left_out_an_update_is_refused(ranks):
+    """Each rank averages its own slice; one that was out of data did not come to update()."""
+    ranks(an_update_left_out, 2)
 
 
 def test_settings_that_make_no_average_are_refused(ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,11 +38,11 @@ from zeor.features.compiling import check_options
 from zeor.features.freezing import Freezing
 from zeor.features.join import join
 from zeor.features.mean_loss import mean_loss
+from zeor.features.methods import accumulate, add_methods, entries_of, no_sync
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.penalty import penalty
 from zeor.features.pipeline import pipeline
 from zeor.features.recompute import find_wanted
-from zeor.features.release import Release
 from zeor.features.totals import total
 from zeor.memory import device as devices
 from zeor.memory import param as parameters
@@ -74,7 +73,7 @@ from zeor.spec.keys import kept_apart, lane_key, small_numel
 from zeor.spec.wires import check_wire
 from zeor.step import events
 from zeor.step.engine import Engine
-from zeor.step.hooks import Hooks, find_entries
+from zeor.step.hooks import Hooks
 from zeor.step.unit import Slot
 
 
@@ -192,7 +191,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     find_wanted(model, plan.recompute)
     if plan.compile is not False:
         check_options(plan.compile)
-    entries = find_entries(model, (*_stage_methods(model), *plan.methods))
+    entries = entries_of(model, plan)
     home = devices.home_of(model, device, getattr(mesh, "device_type", None))
     ensure_process_group(home.device, plan.timeout)
     axes = make_axes(mesh, home.device, plan.deterministic, plan.timeout, hierarchy)
@@ -222,7 +221,7 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     vars(model)[_ATTRIBUTE] = state
     if isinstance(model, nn.ModuleList):
         note_stages(model)
-    _add_methods(model, hooks, accumulate if plan.release else no_sync)
+    add_methods(model, hooks, plan)
     watch_steps()
     for each in optimizers:
         state.steppers.append(Stepper(engine, each))
@@ -231,30 +230,6 @@ def _shard(model: nn.Module, optimizer: Any, asked: Asked) -> Any:
     if linears is not None and axes.everyone.rank == 0:
         linears.tell()
     return model if optimizer is None else (model, optimizer)
-
-
-def _stage_methods(model: nn.Module) -> list[str]:
-    """An nn.ModuleList has no forward: its modules are stages of a pipeline, and each is called by itself."""
-    return [f"{name}.forward" for name, _ in model.named_children()] if isinstance(model, nn.ModuleList) else []
-
-
-def _add_methods(model: nn.Module, hooks: Hooks, waits: Any) -> None:
-    """What the model answers by itself as long as it is sharded, for loops that were written without zeor."""
-    if not hasattr(model, "no_sync"):  # loops made for DistributedDataParallel look for it
-        hooks.put_method(model, "no_sync", functools.partial(waits, model))
-    for name in _EXCHANGING:
-        if callable(getattr(model, name, None)):
-            hooks.put_method(model, name, functools.partial(_refuse_exchange, name))
-
-
-_EXCHANGING = ("merge_and_unload", "unload")  # peft's: they put other layers in the places of the model's
-
-
-def _refuse_exchange(name: str, *_: Any, **__: Any) -> None:
-    raise RuntimeError(
-        f"{name}() would put other layers into a sharded model; call zeor.unshard(model) first, or do it to a copy: "
-        f"`with zeor.full_params(model, to_rank=0):` and there, on rank 0, copy.deepcopy(model).{name}()."
-    )
 
 
 _DEFAULTS = {name: each.default for name, each in inspect.signature(shard).parameters.items()}
@@ -404,33 +379,6 @@ def _compare_optimizers(axes: Axes, slots: list[Slot], optimizers: list[Optimize
             lines.append(f"{where}: {settings}")
             lines.extend(f"{where}: {names.get(id(p), 'a foreign parameter')!r}" for p in group["params"])
     same_everywhere(axes.whole, "optimizer groups", lines)
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward inside keeps this rank's own gradients, summed in fp32 at full size; the next backward outside
-    reduces them together with its own. For accumulation over several micro-batches."""
-    backward = _state(model).engine.backward
-    before, backward.sync = backward.sync, False
-    try:
-        yield
-    finally:
-        backward.sync = before
-
-
-@contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """With release=True: a backward inside reduces its gradients and adds them to the slices, without updating; the
-    next backward outside updates with the sum. Costs a slice of gradients, where no_sync keeps them whole."""
-    release = _state(model).engine.find(Release)
-    if release is None:  # every backward adds to the slices, and step() updates
-        yield
-        return
-    before, release.keeps = release.keeps, True
-    try:
-        yield
-    finally:
-        release.keeps = before
 
 
 @contextmanager

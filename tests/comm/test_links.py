@@ -44,6 +44,8 @@ def test_axes_are_found_by_name_in_any_order() -> None:
 def test_mistakes_get_one_sentence() -> None:
     with pytest.raises(ValueError, match="link='fast' is not a rate; write such as '100Mbit/s'"):
         Link.parse("fast")
+    with pytest.raises(ValueError, match=r"link='1\.\.2Gbit/s' is not a rate"):
+        Link.parse("1..2Gbit/s")
     with pytest.raises(ValueError, match=r"names the axes \['rack'\]; use one rate, or 'node' and 'gpu'\."):
         Links.parse({"rack": "1GB/s"})
     with pytest.raises(ValueError, match=r"names the axes \['a', 'b'\]; use one rate, or one for each of \['x', 'y'\]"):

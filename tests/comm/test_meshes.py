@@ -157,13 +157,15 @@ def test_ranks_that_disagree_about_the_mesh(ranks: Callable) -> None:
         assert "[[0, 1], [2, 3]]" in found and "[[0, 2], [1, 3]]" in found and "nothing" not in found
 
 
-def check_hierarchies_differ() -> str:
-    return refused(hierarchy=2 if dist.get_rank() else 4)
+def check_hierarchies_differ(others: Any) -> str:
+    return refused(hierarchy=2 if dist.get_rank() else others, timeout=10)
 
 
-def test_ranks_that_disagree_about_the_hierarchy(ranks: Callable) -> None:
-    for found in ranks(check_hierarchies_differ, 4):
-        assert "hierarchy=2" in found and "hierarchy=4" in found
+@pytest.mark.parametrize("others", [4, "auto", None, 3])
+def test_ranks_that_disagree_about_the_hierarchy(ranks: Callable, others: Any) -> None:
+    """Nobody is asked for its host, or refused alone, before that."""
+    for found in ranks(check_hierarchies_differ, 4, others):
+        assert "hierarchy=2" in found and f"hierarchy={others}" in found
 
 
 def check_descends() -> str:

@@ -188,6 +188,49 @@ def test_the_graph_of_a_forward_before_the_unfreezing_stays_usable(ranks, stage)
     ranks(check_old_graph, 2, stage)
 
 
+class Experts(nn.Module):
+    """Parts of one size, of which each rank uses its own choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: range) -> Tensor:
+        for number in chosen:
+            x = torch.tanh(self.experts[number](x))
+        return x.square().sum()
+
+
+def freeze_what_one_rank_uses(stage: int) -> None:
+    def losses(model: nn.Module, step: int) -> list[Callable[[], Tensor]]:
+        x = torch.linspace(-1, 1, 80, dtype=torch.float64).view(2, 40) * (step + 1)
+        return [lambda: model(x[:1], range(3)), lambda: model(x[1:], range(3 if step < 2 else 2))]
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Experts().double()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    plain, theirs = built()
+    model, mine = zeor.shard(*built(), stage=stage)
+    for step in range(4):
+        if step == 2:
+            plain.experts[2].requires_grad_(False)
+            model.experts[2].requires_grad_(False)
+        sum(loss() for loss in losses(plain, step)).div(2).backward()
+        losses(model, step)[dist.get_rank()]().backward()
+        for optimizer in (theirs, mine):
+            optimizer.step()
+            optimizer.zero_grad()
+    loops.assert_close(full_values(model), loops.values(plain))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_frozen_may_be_used_by_one_rank_alone_at_once(ranks, stage):
+    """In the very backward in which all ranks hear of it, some have reduced its zeros by then."""
+    ranks(freeze_what_one_rank_uses, 2, stage)
+
+
 # ---- ranks that differ
 
 

@@ -162,6 +162,19 @@ def test_int8_moments_are_the_same_where_updates_are_cut_alike(ranks: Callable, 
         ranks(same_with, 4, str(tmp_path), "int8 moments", pairs)
 
 
+def gradients_at_rest() -> None:
+    away = Offload(grads="host", chunk=CHUNK)
+    for loop, options in {"backwards": {}, "clip": {}, "plain": {"release": True}}.items():
+        wanted = trained((0, 0), loop=loop)
+        for pair in ((2, 0), (3, 0), (3, 1)):
+            offloads.same(trained(pair, loop=loop, offload=away, **options), wanted, (loop, pair))
+
+
+def test_gradients_at_rest_on_the_host_change_no_bit(ranks: Callable) -> None:
+    """Where all nodes keep the same sums these are gathered across first."""
+    ranks(gradients_at_rest, 4)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_at_every_pair(ranks: Callable, tmp_path: Path, name: str) -> None:

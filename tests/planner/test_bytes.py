@@ -71,3 +71,7 @@ def test_mistakes_get_one_sentence() -> None:
         zeor.predict(model, prefech=2)
     with pytest.raises(ValueError, match="stage=4 is not a ZeRO stage"):
         zeor.predict(model, stage=4)
+    with pytest.raises(TypeError, match=r"optimizer=-1; give its name in torch\.optim, such as 'AdamW', or the number"):
+        zeor.predict(model, optimizer=-1)
+    with pytest.raises(ValueError, match="hierarchy='auto': hosts that are elsewhere cannot be asked"):
+        zeor.predict(model, world=4, hierarchy="auto")

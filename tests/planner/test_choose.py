@@ -153,6 +153,47 @@ def test_mistakes_get_one_sentence() -> None:
         zeor.choose(model, "Adan", (1, 8))
 
 
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(8, 8).requires_grad_(False)
+
+
+LINEAR = {"inputs": torch.zeros(2, 8), "gpu": "80GiB", "world": 3}
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer", "options", "sentence"),
+    [
+        (lambda: nn.Linear(8, 8), "AdamW", {"inputs": None, "batch": 4}, "batch=4; give \\(sequences, tokens\\)"),
+        (lambda: nn.Linear(8, 8), "AdamW", {"inputs": None, "batch": (True, 8)}, "batch=\\(True, 8\\); give"),
+        (lambda: nn.Linear(8, 8), torch.optim.AdamW, {}, "AdamW'>; give its name in torch.optim, such as 'AdamW'"),
+        (lambda: nn.Linear(8, 8), None, {}, "optimizer=None; give its name in torch.optim"),
+        (lambda: nn.Linear(8, 8), -1, {}, "optimizer=-1; give its name in torch.optim"),
+        (ByName, "AdamW", {}, "cannot be called with what it was given .*; give loss=, a function of the model and"),
+        (frozen, "AdamW", {}, "Nothing of the model trains, so a step has no backward"),
+        (lambda: None, "AdamW", {}, "takes a torch.nn.Module, or a function that makes one, not None"),
+        ("gpt2", "AdamW", {}, "takes a torch.nn.Module, or a function that makes one, not 'gpt2'"),
+        (lambda: nn.Linear(8, 8), "AdamW", {"gpu": "1MiB"}, "of 0.00 MiB on the device"),
+    ],
+)
+def test_odd_input_gets_one_sentence(made: Any, optimizer: Any, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        zeor.choose(made, optimizer, **{**LINEAR, **options})
+
+
+def test_a_model_that_takes_names_is_called_by_loss_and_no_host_memory_is_no_mistake() -> None:
+    loss = lambda model, x: model(x=x).mean()
+    assert zeor.choose(ByName, "AdamW", **LINEAR, loss=loss, host=0).best.why
+
+
 # ---- zeor.shard(plan=)
 
 

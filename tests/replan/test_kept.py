@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zeor
 from tests import offloads
 from tests.features import test_fp8 as in_8_bits
+from tests.features.test_nonfinite import logged
 from tests.loops import assert_equal
 from tests.parity.models import Setting, placed
 from tests.parity.test_axes import muon
@@ -215,6 +217,88 @@ def random_numbers_and_data() -> None:
 
 def test_random_generators_and_loaders_stand_where_they_stood(ranks: Callable) -> None:
     ranks(random_numbers_and_data, 2)
+
+
+def methods_of_a_model() -> None:
+    replanned, optimizers = offloads.made(stage=1)
+    zeor.replan(replanned, optimizers, stage=3)
+    other, others = offloads.made(stage=3)
+    for model, its in ((replanned, optimizers), (other, others)):
+        with model.no_sync():
+            offloads.loss_of(model, 1).backward()
+        offloads.one_step(model, its, 0, "plain")
+    offloads.same(offloads.left(replanned), offloads.left(other))
+    zeor.replan(replanned, optimizers, release=True)
+    assert replanned.no_sync.func is zeor.accumulate
+    zeor.unshard(replanned, optimizers)
+    assert not hasattr(replanned, "no_sync")
+
+
+def test_what_a_model_answers_by_itself_is_kept(ranks: Callable) -> None:
+    ranks(methods_of_a_model, 2)
+
+
+def list_of_stages() -> None:
+    def made(**options: Any) -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.ModuleList([nn.Linear(40, 40), nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))])
+        return zeor.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+    replanned, other = made(stage=1), made(stage=3)
+    zeor.replan(*replanned, stage=3)
+    for model, optimizer in (replanned, other):
+        for step in range(2):
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+            model[1](model[0](x)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    offloads.same(offloads.left(replanned[0]), offloads.left(other[0]))
+
+
+def test_modules_of_a_list_are_still_called_one_by_one(ranks: Callable) -> None:
+    ranks(list_of_stages, 2)
+
+
+def gradient_that_is_not_finite() -> None:
+    model, optimizers = offloads.made(stage=2)
+    with logged() as told:
+        offloads.one_step(model, optimizers, 0, "plain")
+        loss = offloads.loss_of(model, 1)
+        (loss * math.nan if dist.get_rank() == 1 else loss).backward()
+        optimizers[0].step()
+        model.zero_grad()
+        zeor.replan(model, optimizers, stage=3)
+        assert not told  # what a rank has found is told with the next backward
+        offloads.loss_of(model, 2).backward()
+    assert ["Step 2: " in text for text in told] == [True] * (dist.get_rank() == 0)
+
+
+def test_what_is_still_to_be_told_of_a_step_is_told(ranks: Callable) -> None:
+    ranks(gradient_that_is_not_finite, 2)
+
+
+class Sided(offloads.Net):
+    """With a unit that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(offloads.WIDTH, 60)
+
+
+def unit_that_is_not_used(release: bool) -> None:
+    model = Sided()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zeor.shard(model, optimizer, stage=2, release=release)
+    offloads.one_step(model, [optimizer], 0, "plain")
+    assert zeor.report(model)["grad"] == 0  # nor is anything kept for it until the next backward
+    zeor.park(model, optimizer)
+    zeor.unpark(model, optimizer)
+    zeor.replan(model, optimizer, stage=3)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_unit_that_the_last_step_did_not_use_is_no_gradient(ranks: Callable, release: bool) -> None:
+    ranks(unit_that_is_not_used, 2, release)
 
 
 # ---- parameters that have no values yet, and those without an optimizer

@@ -29,8 +29,9 @@ from zeor.memory import device as devices
 LATENCY, SMALL_NBYTES, LARGE_NBYTES = 10e-6, 4096, 8 << 20
 _ROUNDS, _TIMEOUT = 5, 60.0
 _NO_LIMIT = 1e15  # of an axis with one rank
-_RATE = re.compile(
-    r"^\s*([\d.]+)\s*([kKmMgGtT]?)(i?)(bit|b|B)\s*(?:/s|ps)\s*(?:,?\s*([\d.]+)\s*(us|ms|s))?\s*$"  # b: bits, B: bytes
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_RATE = re.compile(  # b: bits, B: bytes
+    rf"^\s*{_NUMBER}\s*([kKmMgGtT]?)(i?)(bit|b|B)\s*(?:/s|ps)\s*(?:,?\s*{_NUMBER}\s*(us|ms|s))?\s*$"
 )
 _LONG = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 

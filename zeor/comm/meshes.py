@@ -31,8 +31,9 @@ def make_axes(
     """`mesh`: None (everybody), a process group, or a DeviceMesh of one or two dimensions. `hierarchy`: "auto", or how
     many ranks a node has; in place of a mesh."""
     everyone = make_axis(mesh, device, deterministic, timeout)
+    same_everywhere(everyone, "meshes", [f"hierarchy={hierarchy}"])  # first: "auto" asks all ranks for their hosts
     names, table = _described(mesh, hierarchy)
-    same_everywhere(everyone, "meshes", [f"hierarchy={hierarchy}", f"axes {names}", f"ranks {table}"])
+    same_everywhere(everyone, "meshes", [f"axes {names}", f"ranks {table}"])
     if len(names) == 1:
         everyone.name = names[0]
         return Axes.of_one(everyone)

@@ -49,6 +49,19 @@ class NonFinite(Extension):
         self._found: tuple[int, Slot] | None = None  # on this rank, to be told
         self._know()
 
+    def go_on(self, before: NonFinite) -> None:
+        """In the place of another one of the same model: what that has found is still to be told."""
+        self._step, self._times = before._step, before._times
+        if self._how == before._how == "warn":
+            of = {slot.name: slot for slot in self._slots}
+            if before._found is not None:
+                step, bad = before._found
+                self._found = step, of[bad.name]
+            if before._arriving is not None:
+                step, slots, agreed, arriving = before._arriving
+                self._arriving = step, [of[slot.name] for slot in slots], agreed, arriving
+            self._know()
+
     def forbids(self, slots: list[Slot]) -> bool:
         """Called at each step with the parameters whose gradients it uses. True: it must not be taken. RuntimeError, on
         every rank, where that is what was asked for."""

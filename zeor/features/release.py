@@ -78,5 +78,5 @@ class Release(Extension):
         for update in self.updates:
             update(unit)
         for lane in unit.lanes:
-            if lane.grads is not None and lane.grads.state is not State.UNREDUCED:
+            if lane.grads is not None and any(lane.grads.has) and lane.grads.state is not State.UNREDUCED:
                 lane.grads.release()

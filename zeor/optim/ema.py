@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeor.access.sharded import Sharded, state_of
+from zeor.comm.agree import numbers_of
 from zeor.comm.along import gather_into
 from zeor.features.freezing import Freezing
 from zeor.layout import Segment
@@ -134,6 +135,7 @@ class EMA:
             raise RuntimeError("zeor.full_params is open; enter ema.applied() first, and zeor.full_params inside it.")
         kept: dict[Lane, Tensor] = {}
         with self._engine.borrowing("ema.applied()"):
+            self._check_updates()
             self._inside = True
             try:
                 for lane, flat in self._of.items():
@@ -144,6 +146,17 @@ class EMA:
                 self._inside = False
                 for lane, values in kept.items():
                     _exchange(lane, values)
+
+    def _check_updates(self) -> None:
+        """Every rank averages its own slice, so one that leaves out an update has a part of another step."""
+        counts = numbers_of(self._engine.axes.everyone, self.updates, "exchange of how often an average was updated")
+        odd = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+        if odd is not None:
+            raise RuntimeError(
+                f"This average was updated {int(counts[0])} times on rank 0 and {int(counts[odd])} times on rank "
+                f"{odd}, so its parts are of different steps; call update() alike on every rank, or let zeor.ema(..., "
+                "optimizer=optimizer) do it (zeor.join takes it along then, and else as on_step=)."
+            )
 
     def _check_outside(self, what: str) -> None:
         self._engine.announcer.check_here(f"ema.{what} was called")

@@ -191,6 +191,11 @@ def _of_fullest_stage(model: nn.Module, settings: dict[str, Any], options: dict[
 
 
 def check_optimizer(optimizer: str | int) -> None:
+    if not isinstance(optimizer, str) and (type(optimizer) is not int or optimizer < 0):
+        raise TypeError(
+            f"optimizer={optimizer!r}; give its name in torch.optim, such as 'AdamW', or the number of tensors it "
+            "keeps per parameter."
+        )
     if isinstance(optimizer, str) and optimizer not in MOMENTS:
         raise ValueError(
             f"optimizer={optimizer!r} is not known to the planner{nearest(optimizer, list(MOMENTS))}; give the number "
@@ -240,7 +245,7 @@ def limit_nbytes(machine: Machine) -> int:
     """What a step may allocate: not the driver's context, nor what lies between the allocator's blocks."""
     if not machine.native:
         return machine.memory
-    return int((1 - HOLES) * (machine.memory - CONTEXT_NBYTES))
+    return max(0, int((1 - HOLES) * (machine.memory - CONTEXT_NBYTES)))
 
 
 def pace_of(model: Model, machine: Machine, axes: Sequence[Along], clip: bool, kept: frozenset[int]) -> Pace:

@@ -153,25 +153,29 @@ def choose(  # noqa: PLR0913 (public: each option is a keyword)
             raise ValueError(f"allow={name!r} is not known{nearest(name, list(ALLOWED))}; use some of {list(ALLOWED)}.")
     if batch is None and options.get("inputs") is None:
         raise ValueError("zeor.choose ranks plans by the time of a step; give batch=(sequences, tokens), or inputs=.")
+    kind = kind_of([optimizer]) if isinstance(optimizer, Optimizer) else optimizer
+    check_optimizer(kind)
     machine = Machine.here() if gpu is None else Machine.parse(gpu)
     shape = Shape.parse(_ranks_here() if world is None else world)
     hunt = _Hunt(
         Source(_built(model), {**options, "batch": batch}),
-        kind_of([optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
+        kind,
         Room(machine, shape, limit_nbytes(machine), _host_nbytes(machine, shape, host, here=gpu is None)),
         link,
         {"precision": precision, **{name: options[name] for name in _OPTIONS[3:-1] if name in options}},
         bool(options.get("clip", True)),
     )
-    check_optimizer(hunt.optimizer)
     return hunt.choice(allowed, None if batch is None else batch[0])
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    with torch.device("meta"):
-        return model()
+    found: Any = model
+    if not isinstance(model, nn.Module) and callable(model):
+        with torch.device("meta"):
+            found = model()
+    if not isinstance(found, nn.Module):
+        raise TypeError(f"zeor.choose takes a torch.nn.Module, or a function that makes one, not {found!r}.")
+    return found
 
 
 def _ranks_here() -> int:
@@ -185,7 +189,7 @@ def _host_nbytes(machine: Machine, shape: Shape, given: Any, here: bool) -> int:
     if given is None:
         nbytes = int(HOST_SHARE * (free_host_nbytes() or 0)) if here else 0
     else:
-        nbytes = _nbytes("host", given) or 0
+        nbytes = 0 if type(given) is int and not given else _nbytes("host", given) or 0
     return nbytes // min(shape.world, machine.per_host)
 
 

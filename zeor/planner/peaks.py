@@ -148,7 +148,8 @@ def grads_by_arrival(model: Model) -> list[int]:
         return [_receive_nbytes(model)] * (len(arrived) + 1)
     sizes = _grads_of_params(model)
     leaves = setting.plan.release and not spreads(model)
-    away = {lane.unit for lane in model.flat if lane.tiers.grads != "device"}
+    # Sums that are still to be spread leave when backward is over.
+    away = set() if spreads(model) else {lane.unit for lane in model.flat if lane.tiers.grads != "device"}
     if not arrived:  # nothing was traced: all that there will be
         return [all_grads_nbytes(model) + (_travelling_nbytes(model) if setting.world > 1 else 0)]
     if setting.world > 1:  # slices that stay, and whole gradients that are being sent; none before the first arrives
@@ -210,7 +211,8 @@ def all_grads_nbytes(model: Model) -> int:
         if not model.setting.adopts:  # those that rest on more ranks than one wait for the end of backward
             return -(-sum(grads) // model.setting.parts("grad")) if spreads(model) else 0
         return grads[0] + 2 * max(grads[1:], default=0)
-    return rounded_nbytes([a for a in model.arrays() if a.role == "grad" and a.tier == "device"])
+    stay = [a for a in model.arrays() if a.role == "grad" and (a.tier == "device" or spreads(model))]
+    return rounded_nbytes(stay)
 
 
 def spreads(model: Model) -> bool:

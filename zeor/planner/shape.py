@@ -51,6 +51,10 @@ class Shape(NamedTuple):
         count = _count("world", world)
         if hierarchy is None:
             return Shape(Sizes(count))
+        if not isinstance(hierarchy, int):
+            raise ValueError(
+                f"hierarchy={hierarchy!r}: hosts that are elsewhere cannot be asked; give how many ranks each has."
+            )
         inside = _count("hierarchy", hierarchy)
         if count % inside:
             raise ValueError(f"hierarchy={inside} ranks per node do not divide the {count} ranks there are.")

@@ -85,7 +85,8 @@ class Workload:
         if loss is not None and not callable(loss):
             raise TypeError(f"loss={loss!r} cannot be called; give a function of the model and the inputs.")
         if batch is not None:
-            if len(tuple(batch)) != 2 or not all(isinstance(n, int) and n > 0 for n in batch):
+            counts = tuple(batch) if isinstance(batch, (tuple, list)) else ()
+            if len(counts) != 2 or not all(type(n) is int and n > 0 for n in counts):
                 raise ValueError(f"batch={batch!r}; give (sequences, tokens), two whole numbers.")
             made = torch.empty(tuple(batch), dtype=torch.int64, device="meta")
             return Workload((made, torch.empty_like(made)), loss or _loss_of_tokens)
@@ -118,7 +119,7 @@ def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workloa
             given = tree_map_only(Tensor, lambda each: each.to(compute) if each.is_floating_point() else each, given)
         try:
             loss = work.loss(model, *given)
-            _check_loss(loss)
+            _check_loss(loss, any(each.requires_grad for each in standing_in))
             found.waiting = counter.live
             counter.turn()
             _backward(loss)
@@ -126,6 +127,11 @@ def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workloa
             raise ValueError(
                 "The model's forward looks at values, and predict() runs it without any, on the meta device; leave "
                 f"out batch= and inputs=, or give a loss= that avoids it. ({_line(error)})"
+            ) from error
+        except TypeError as error:
+            raise TypeError(
+                f"The model cannot be called with what it was given ({_line(error)}); give loss=, a function of the "
+                "model and the inputs, such as lambda model, x: model(x=x).loss."
             ) from error
         except RuntimeError as error:
             if "meta" not in str(error).lower():
@@ -148,7 +154,9 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: Any, trains: bool) -> None:
+    if not trains:
+        raise ValueError("Nothing of the model trains, so a step has no backward; leave out batch= and inputs=.")
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"The loss is {what}, not one number with a gradient; give loss=, a function of the model and "

@@ -116,8 +116,9 @@ def _replan(model: nn.Module, state: Sharded, optimizers: list[Any], options: di
     old.flush_residuals("before another plan")  # as good as before, if this fails
     if state.averages:
         gc.collect()  # those that nobody holds any more
-    averages = sorted(average.number for average in state.averages)
-    same_everywhere(everyone, "averages", [f"{averages}"])
+    averages = sorted((average.number, average.updates) for average in state.averages)
+    told = [f"average {number} after {updates} updates" for number, updates in averages]
+    same_everywhere(everyone, "averages", told)
     axes = _axes(asked, plan, old)
     switch = Switch(root, state, plan, axes, asked)
     had = everywhere(

@@ -19,7 +19,9 @@ from zeor.features import fp8
 from zeor.features.build import Builder
 from zeor.features.compiling import check_options
 from zeor.features.freezing import Freezing
+from zeor.features.methods import add_methods, entries_of
 from zeor.features.module_buffers import ModuleBuffers
+from zeor.features.nonfinite import NonFinite
 from zeor.features.recompute import find_wanted
 from zeor.memory.param import hand_to
 from zeor.model.discover import find_units
@@ -30,7 +32,7 @@ from zeor.planner.asked import Asked
 from zeor.planner.disk_room import check_disk
 from zeor.spec.keys import lane_key, small_numel
 from zeor.step.engine import Engine
-from zeor.step.hooks import Hooks, find_entries
+from zeor.step.hooks import Hooks
 from zeor.step.unit import Slot
 
 
@@ -94,7 +96,7 @@ class Switch:
         find_wanted(model, plan.recompute)
         if plan.compile is not False:
             check_options(plan.compile)
-        self._entries = find_entries(model, plan.methods)
+        self._entries = entries_of(model, plan)
         self._units = self._asked.units and [unwrapped(unit) for unit in self._asked.units]
         self._linears = fp8.convert(model, plan, self._units, self._axes.device, size)
         if self._linears is not None:
@@ -142,6 +144,7 @@ class Switch:
         old, new = self._old.find(ModuleBuffers), self.engine.find(ModuleBuffers)
         if old is not None and new is not None:
             new.go_on(old)
+        self.engine.feature(NonFinite).go_on(self._old.feature(NonFinite))
 
     def _hook_up(self) -> None:
         engine, linears = self.engine, self._linears
@@ -149,6 +152,7 @@ class Switch:
             linears.bind(self._model, engine.slots)
             engine.add_extension(linears)
         hooks = Hooks(engine.passes, engine.forward, engine.backward, engine.extensions, self._entries)
+        add_methods(self._model, hooks, self._plan)
         self._undo.append(hooks.remove)
         engine.feature(Freezing).watch(hooks)
         self._hooks = hooks

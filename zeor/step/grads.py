@@ -564,9 +564,7 @@ class Sum:
         self._drop_direct(param)
         self.held.pop(param, None)
         if not any(self.has):
-            self._forget()
-            self.released = False
-            self.stale.clear()
+            self.end()
         elif self.reader is not None or self.resting:  # it is not waited for, nor brought back, for that
             self.stale.add(param)
         else:
@@ -574,6 +572,12 @@ class Sum:
 
     def begin(self) -> None:
         self.released = False
+
+    def end(self) -> None:
+        """Nobody has a gradient of the lane."""
+        self._forget()
+        self.released = False
+        self.stale.clear()
 
     def release(self) -> None:
         self._forget()
@@ -783,8 +787,10 @@ class GradLane:
         return True
 
     def put_away(self) -> None:
-        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another."""
-        if self.resting is not None and self.state is State.SUMMED and self._reduction.move is None:
+        """The sum is complete as far as this backward goes: to the tier it rests on, if that is another. Where it is
+        still being spread that is when backward ends."""
+        under_way = self._reduction.move is not None or self._reduction.spread is not None
+        if self.resting is not None and self.state is State.SUMMED and not under_way:
             self._sum.put_away()
 
     # ---- use
@@ -834,6 +840,11 @@ class GradLane:
         """The user set this gradient to None."""
         self._arrival.drop(param)
         self._sum.drop(param)
+
+    def drop_unused(self) -> None:
+        """A backward is over: where no rank had a gradient of the lane, what was summed is zeros."""
+        if not any(self._sum.has) and self.state in USABLE:
+            self._sum.end()
 
     def release(self) -> None:
         """It was used, and nobody needs it any more; to the user it is there until it is set to None."""

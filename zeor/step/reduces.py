@@ -74,17 +74,15 @@ class Reducer:
         self._waits = False
         lanes = [lane.grads for unit in self._units for lane in unit.lanes if lane.grads is not None]
         self._holds = any(grads.has_legs for grads in lanes)  # see Note [Legs]
+        # As all ranks know it now: what they agree on at the end of this backward comes too late for some of them.
+        self._training = {grads for grads in lanes if any(grads.trains)}
         self._patience_left = 0.0 if diverged else self._patience
-        self._order = [unit for unit in order if self._trains(self._units[unit])]
+        self._order = [unit for unit in order if any(lane.grads in self._training for lane in self._units[unit].lanes)]
         self._next = 0
         self._ready: set[int] = set()
         self.issued: list[int] = []
         self.new: set[Slot] = set()  # had a gradient in this backward, on this rank
         self.had: list[Slot] = []  # on any rank; known at the end
-
-    @staticmethod
-    def _trains(unit: Unit) -> bool:
-        return any(lane.grads is not None and any(lane.grads.trains) for lane in unit.lanes)
 
     def ready(self, unit: Unit, entered: Callable[[int], bool]) -> None:
         """All gradients this backward brings to the unit are there."""
@@ -113,7 +111,7 @@ class Reducer:
         self._finish_earlier(but=1 if self._hops > 1 and not self._waits else 0)
         observer = self._observer
         for lane in unit.lanes:
-            if lane.grads is not None and (left or any(lane.grads.trains)):
+            if lane.grads is not None and (left or lane.grads in self._training):
                 record = observer.begin("reduce", lane.place, lane.grads.full_nbytes) if observer.on else None
                 lane.grads.start_reduce(self._factor, lane.place)
                 if record is not None:
@@ -239,6 +237,17 @@ class Reducer:
             if anyone and slot.lane.grads is not None:
                 slot.lane.grads.mark_held(slot.index)
                 self.had.append(slot)
+        self._end_sums()
+
+    def _end_sums(self) -> None:
+        """Who has a gradient is known, and every sum is whole: what nobody has goes, and what was still to be gathered
+        is put away."""
+        for unit in self._units:
+            lanes = [lane for lane in unit.lanes if lane.grads is not None]
+            for lane in lanes:
+                lane.grads.drop_unused()  # type: ignore[union-attr]  # see above
+            if any(lane.spec.spreads for lane in lanes):
+                self._put_away(unit)
 
     def _tell(self, how: str, told: Sequence[int]) -> None:
         """Hands each extension its numbers."""

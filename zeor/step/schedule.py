@@ -211,6 +211,9 @@ class _Play:
         """3. What the root holds, the last sum, and with release the updates that had to wait for all of them."""
         self._ends = True
         actions = [*self._free(0), *self._reduce(0), *self._finish()]
+        for unit in range(len(self._units)):
+            if any(lane.spreads and lane.trains for lane in self._units[unit].lanes):
+                actions += self._schedule.at(FINISHED_REDUCE, unit)
         if self._plan.release:
             for unit in sorted(set(self._backward) - self._updated):
                 actions += self._update(unit)
@@ -283,7 +286,8 @@ class _Play:
         if self._plan.release and not waits:
             self._updated.add(unit)
             return [*actions, *self._update(unit)]
-        return [*actions, *self._schedule.at(FINISHED_REDUCE, unit)]
+        spreads = any(lane.spreads and lane.trains for lane in self._units[unit].lanes)
+        return actions if spreads else [*actions, *self._schedule.at(FINISHED_REDUCE, unit)]
 
     def _update(self, unit: int) -> list[Action]:
         lanes = [(number, lane) for number, lane in enumerate(self._units[unit].lanes) if lane.trains]
