@@ -107,26 +107,28 @@ def _signed(q0, q1, q2, q3, signs_ptr, ROWS: tl.constexpr):
 
 @triton.jit
 def _noise(word):
-    """The 16 bits by chance of noise.py. `word`: what is scrambled."""
+    """The bits by chance of noise.py, of which the lower 16 are used. `word`: what is scrambled."""
     word = (word ^ (word >> 16)) * FIRST
     word = (word ^ (word >> 15)) * SECOND
-    return ((word ^ (word >> 16)) & 0xFFFF).to(tl.int32, bitcast=True)
+    return word ^ (word >> 16)
 
 
 @triton.jit
-def _fractions(word):
-    """The numbers of noise.py in [0, 1). Numbers from 128 to 256 lie 2**-16 apart, so the 16 bits below those of 128
-    are the fraction: no conversion, and the difference is exact."""
-    return (_noise(word) | 0x43000000).to(tl.float32, bitcast=True) - 128.0
+def _by_chance(number, word):
+    """The whole number at or below the sum of this one and a fraction of noise.py. The fraction, 16 bits over 2**16, is
+    an exact product, so there is one rounding, as in a sum."""
+    noise = _noise(word).to(tl.uint16).to(tl.float32)
+    return tl.floor(tl.fma(noise, tl.full(noise.shape, 0.0000152587890625, tl.float32), number))
 
 
 @triton.jit
 def _unit_bits(q0, q1, q2, q3, INVERSE_LARGEST: tl.constexpr):
     """Of each row its unit, as the bits of a fp32 number: see Note [Codes in blocks] in codecs.py. Bits of magnitudes
     are ordered as magnitudes are, with inf and NaN above all."""
-    q0, q1 = q0.to(tl.int32, bitcast=True) & MAGNITUDE, q1.to(tl.int32, bitcast=True) & MAGNITUDE
-    q2, q3 = q2.to(tl.int32, bitcast=True) & MAGNITUDE, q3.to(tl.int32, bitcast=True) & MAGNITUDE
-    most = tl.max(tl.maximum(tl.maximum(q0, q1), tl.maximum(q2, q3)), axis=1)
+    q0 = tl.maximum(tl.abs(q0), tl.abs(q1), tl.PropagateNan.ALL)
+    q2 = tl.maximum(tl.abs(q2), tl.abs(q3), tl.PropagateNan.ALL)
+    largest = tl.maximum(q0, q2, tl.PropagateNan.ALL)
+    most = tl.max(largest.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
     unit = (most.to(tl.float32, bitcast=True) * INVERSE_LARGEST).to(tl.int32, bitcast=True)
     unit = (unit + 0xFFFF) & -0x10000
     unit = tl.where(most < TINY_BITS, 0, unit)
@@ -145,7 +147,7 @@ def _float8(scaled, word, LARGEST: tl.constexpr, CHANCE: tl.constexpr):
     inverse = 0x7F000000 - (power - (mantissa << 23))  # of the distance, which is power / 2**mantissa
     multiple = scaled * inverse.to(tl.float32, bitcast=True)
     if CHANCE:
-        multiple = tl.floor(multiple + _fractions(word))
+        multiple = _by_chance(multiple, word)
     sign = (multiple.to(tl.int32, bitcast=True) >> 24) & 0x80  # plain rounding keeps that of a zero
     code = (tl.abs(multiple) + WHOLE).to(tl.int32, bitcast=True) - WHOLE_BITS + ((power - least) >> (23 - mantissa))
     if CHANCE:  # up from the largest
@@ -165,7 +167,7 @@ def _code(quarter, inverse, coded, word, LARGEST: tl.constexpr, CHANCE: tl.const
         if floats:
             code = _float8(scaled, word, LARGEST, CHANCE)
         elif CHANCE:
-            code = tl.floor(scaled + _fractions(word)).to(tl.int32)
+            code = _by_chance(scaled, word).to(tl.int32)
             most: tl.constexpr = 127 if LARGEST == INT8 else 7
             code = tl.minimum(tl.maximum(code, -most), most)
         else:
@@ -178,7 +180,7 @@ def _half(quarter, word, CHANCE: tl.constexpr):
     """The upper half of fp32: see cast_into in formats.py."""
     bits = quarter.to(tl.int32, bitcast=True)
     if CHANCE:
-        bits = tl.where((bits & MAGNITUDE) < EXPONENT, bits + _noise(word), bits)
+        bits = tl.where((bits & MAGNITUDE) < EXPONENT, bits + (_noise(word) & 0xFFFF).to(tl.int32), bits)
     else:
         bits += 0x8000
     return tl.where(quarter != quarter, 0x7FC0, bits >> 16)
