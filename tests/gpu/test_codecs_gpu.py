@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from zeor.memory import codecs
-from zeor.memory.codecs import BLOCK, HUGE, TINY, Codec
+from zeor.memory.codecs import BLOCK, BLOCK_FORMATS, FLOATS, HUGE, TINY, Codec
 from zeor.memory.noise import Noise, mix
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # the mark skips a test where there is no GPU
 WAYS = [(chance, turns) for chance in (False, True) for turns in (False, True)]
-CODECS = [Codec(name, *way) for name in ("int8", "int4") for way in WAYS]
+CODECS = [Codec(name, *way) for name in BLOCK_FORMATS for way in WAYS] + [Codec("bf16"), Codec("bf16", True)]
 EACH = pytest.mark.parametrize("codec", CODECS, ids=str)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOISE = Noise(mix(11), start=(1 << 33) + 77)
@@ -39,13 +39,10 @@ def fused(codec: Codec, values: Tensor, dtype: torch.dtype, begin: int = 0) -> t
     from zeor.memory import triton_codecs
 
     message = torch.full((codec.nbytes(values.numel()),), 99, dtype=torch.uint8, device=values.device)
-    codes, scales = codec._apart(message)
     base = NOISE.word(0) if codec.chance else None
-    largest, signs = codec._fused(values.device)
-    scales = scales.view(torch.int16)
-    triton_codecs.encode(values, codes[None], scales[None], largest, signs, base)
-    found, first = torch.empty(values.numel() - begin, dtype=dtype, device=values.device), begin // BLOCK
-    triton_codecs.decode(found, codes[None, first:], scales[None, first:], largest, signs)
+    triton_codecs.encode(values, *codec._each_apart(message[None]), *codec._fused(values.device), base)
+    found = torch.empty(values.numel() - begin, dtype=dtype, device=values.device)
+    triton_codecs.decode(found, *codec._each_apart(message[None], begin), *codec._fused(values.device))
     return message, found
 
 
@@ -112,8 +109,33 @@ def test_places_wrap_as_they_do_in_plain_operations(device, codec):
     values = randn(3 * BLOCK, device)
     first, _ = fused(codec, values, torch.float32)
     again, _ = fused(codec, torch.cat([randn(BLOCK, device, 5), values]), torch.float32)
-    codes, moved = codec._apart(first)[0], codec._apart(again)[0][1:]
+    codes, moved = codec._each_apart(first[None])[0], codec._each_apart(again[None], BLOCK)[0]
     assert torch.equal(codes, moved) is not codec.chance
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.format in FLOATS and not codec.rotates], ids=str)
+def test_all_numbers_of_an_8_bit_float_what_lies_between_them_and_zeros_with_signs(device, codec):
+    """In blocks whose unit is a power of two, so that halves between two numbers stay halves."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FLOATS[codec.format]).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    between = (numbers[1:] + numbers[:-1]) / 2
+    around = [torch.nextafter(between, torch.full_like(between, to)) for to in (-torch.inf, torch.inf)]
+    values = torch.cat([numbers, between, *around, torch.tensor([-0.0, 1e-45, -1e-45])])
+    rows = torch.nn.functional.pad(values, (0, -len(values) % (BLOCK - 1))).view(-1, BLOCK - 1)
+    rows = torch.cat([torch.full((len(rows), 1), BLOCK_FORMATS[codec.format]), rows], dim=1)
+    for factor in (1.0, -(2.0**-60), 2.0**90):
+        assert_same(codec, (rows * factor).view(-1).to(device))
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not codec.chance and not codec.rotates], ids=str)
+def test_any_byte_decodes_as_plain_operations_decode_it(device, codec):
+    from zeor.memory import triton_codecs
+
+    message = torch.arange(codec.nbytes(9 * BLOCK)).mul(37).to(torch.uint8)
+    wanted, found = torch.empty(9 * BLOCK), torch.empty(9 * BLOCK, device=device)
+    codec.decode_into(wanted, message)
+    triton_codecs.decode(found, *codec._each_apart(message.to(device)[None]), *codec._fused(device))
+    assert torch.equal(found.cpu().nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
 
 
 def bits(found: Tensor) -> Tensor:
@@ -123,6 +145,8 @@ def bits(found: Tensor) -> Tensor:
 @EACH
 @pytest.mark.parametrize("numel", [BLOCK, 3 * BLOCK + 5, 19 * BLOCK])
 def test_several_messages_at_a_time_are_as_one_by_one(device, codec, numel, monkeypatch):
+    """With more of them than one axis of a grid takes."""
+    monkeypatch.setattr(kernels(), "MOST_MESSAGES", 2)
     monkeypatch.setattr(Codec, "_kernels", lambda self, values: None)
     values, apart = randn(5 * numel, device), 2 * BLOCK + 6  # bytes between two messages, as other slices' codes are
     row = codec.nbytes(numel)
@@ -130,7 +154,6 @@ def test_several_messages_at_a_time_are_as_one_by_one(device, codec, numel, monk
     codec.encode_each(wanted[:, :row], values.cpu(), NOISE)
     decoded = torch.empty(5 * numel)
     codec.decode_each(decoded, wanted[:, :row])
-    monkeypatch.undo()
     monkeypatch.setattr(Codec, "_kernels", lambda self, values: kernels())
     messages, found = torch.full_like(wanted, 7, device=device), torch.empty(5 * numel, device=device)
     codec.encode_each(messages[:, :row], values, NOISE)

@@ -25,6 +25,8 @@ WIRES = {
     "int8": "int8",
     "int4, differences": "int4",
     "int4 rotated, by chance": zeor.Wire(gather="int8", reduce="int4", rotate=True, rounding="stochastic"),
+    "bf16": "bf16",
+    "fp8 by chance": zeor.Wire(gather="fp8", reduce="fp8_e5m2", rounding="stochastic"),
     "kept": zeor.Wire(gather="int8", reduce="int4", feedback=True),
 }
 
@@ -40,7 +42,7 @@ def trained(wire: str, stage: int, fused: bool, device: str) -> tuple[list[float
         return stock(*args)
 
     here = triton_codecs if fused else None
-    kernels = mock.patch.object(Codec, "_kernels", lambda self, values: here if takes(self) else None)
+    kernels = mock.patch.object(Codec, "_kernels", lambda self, values: here)
     # As on a device: this rank's own part has a place among what is received.
     places = mock.patch.object(verbs, "_keeps_own", lambda axis: False)
     with kernels, places, mock.patch.object(triton_codecs, "sum_up", counted):
@@ -61,10 +63,6 @@ def trained(wire: str, stage: int, fused: bool, device: str) -> tuple[list[float
         with zeor.full_params(model):
             weights = sum(int(p.detach().view(torch.int32).long().sum()) for p in model.parameters())
     return losses, weights, bool(at_once)
-
-
-def takes(codec: Codec) -> bool:
-    return codec.format in ("int8", "int4")
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -92,10 +92,10 @@ class Codec:
         """Writes `values` (flat, of any floating dtype) into `message` (bytes, `nbytes` of them). `noise`: of their
         places, where the codec rounds by chance."""
         assert message.numel() == self.nbytes(values.numel())
-        if self.format == "bf16":
-            return self._encode_bf16(message.view(torch.bfloat16), values, noise)
         if self._kernels(values) is not None:
             return self.encode_each(message.view(1, -1), values, noise)
+        if self.format == "bf16":
+            return self._encode_bf16(message.view(torch.bfloat16), values, noise)
         codes, scales = self._apart(message)
         for begin, end in _chunks(values):
             part = values[begin:end].float()
@@ -162,14 +162,13 @@ class Codec:
     def decode_into(self, values: Tensor, message: Tensor, begin: int = 0, noise: Noise | None = None) -> None:
         """What `message` stands for, from element `begin` on (of a block), into `values`, of any floating dtype. Which
         noise was used to encode it makes no difference here."""
+        if (kernels := self._kernels(values)) is not None:
+            kernels.decode(values, *self._each_apart(message.view(1, -1), begin), *self._fused(values.device))
+            return
         if self.format == "bf16":
             values.copy_(message.view(torch.bfloat16)[begin : begin + values.numel()])
             return
         codes, scales = self._apart(message)
-        if (kernels := self._kernels(values)) is not None:
-            at = slice(begin // BLOCK, begin // BLOCK + -(-values.numel() // BLOCK))
-            kernels.decode(values, codes[None, at], scales[None, at].view(torch.int16), *self._fused(values.device))
-            return
         for first, end in _chunks(values):
             part = values[first:end]
             whole = part.dtype == torch.float32 and part.numel() % BLOCK == 0
@@ -227,19 +226,23 @@ class Codec:
         kernels.sum_up(into, own, number, *self._each_apart(messages), factor, *self._fused(into.device))
         return True
 
-    def _each_apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of all, as the kernels take them."""
-        edge = messages.shape[1] // (self._code_nbytes + _SCALE_NBYTES) * self._code_nbytes
-        return messages[:, :edge], messages[:, edge:].view(torch.int16)
+    def _each_apart(self, messages: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """Codes and scales of all from element `begin` on, as the kernels take them."""
+        if self.format == "bf16":
+            halves = messages.view(torch.int16)[:, begin:]
+            return halves, halves[:, :0]
+        first, each = begin // BLOCK, self._code_nbytes
+        edge = messages.shape[1] // (each + _SCALE_NBYTES) * each
+        return messages[:, first * each : edge], messages[:, edge:].view(torch.int16)[:, first:]
 
     def _kernels(self, values: Tensor) -> Any:
         """The fused kernels (triton_codecs.py), where they do what the plain operations here do; else None."""
-        if values.device.type != "cuda" or self.format not in ("int8", "int4") or values.dtype == torch.float64:
+        if values.device.type != "cuda" or values.dtype == torch.float64:
             return None
         return _triton_codecs(values.device) if values.is_contiguous() else None
 
     def _fused(self, device: torch.device) -> tuple[float, Tensor | None]:
-        return BLOCK_FORMATS[self.format], _signs(device) if self.rotates else None
+        return BLOCK_FORMATS.get(self.format, 0.0), _signs(device) if self.rotates and self.format != "bf16" else None
 
     def _apart(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Codes as rows of bytes, and scales."""
