@@ -188,7 +188,7 @@ class Engine:
         elif event in (events.BACKWARD, events.BACKWARD_KEPT):
             self.backward.play(event == events.BACKWARD, detail)
         elif event == events.NORM:
-            self.norms.compute([self.slots[i] for i in detail["slots"]], detail["ord"])
+            self.norms.compute([self.slots[i] for i in detail["slots"]], detail["ord"], detail.get("scaled", False))
         elif event == events.GRADS:
             self.slots[detail].lane.gather_grads()
         else:
