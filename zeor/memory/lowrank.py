@@ -17,6 +17,7 @@ from zeor.memory.noise import Noise
 
 _DEPENDENT = 1e-3  # of a column: what is left of it is rounding, not a direction of its own
 _LEAST = 1e-30
+_EXPONENT = 0x7F800000  # its bits in fp32; alone they are a power of two
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,5 @@ def _powers(columns: Tensor) -> Tensor:
     """For each column the power of two that brings its largest element below 2, and no less than 1: squares of numbers
     above 1e19 are more than fp32 holds. Dividing by it changes no bit of a direction."""
     largest = columns.abs().amax(dim=0)
-    exponent = (torch.frexp(largest).exponent - 1).clamp(min=0)
-    powers = torch.ldexp(torch.ones_like(largest), exponent)
+    powers = (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=1.0)
     return torch.where(largest.isfinite(), powers, 1.0)
