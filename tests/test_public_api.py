@@ -126,7 +126,7 @@ zeor.push().bucket.tensors
 COMMANDS = """
 train --stage=3 --ranks=2 --steps=600 --layers=3 --width=128 --batch=16 --lr=0.004 --seed=0 --precision=None --wire=None --text=moby-dick.txt --save=None
 plan --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stages=[0, 1, 2, 3] --worlds=[1, 2, 8, 64] --pp=1 --tp=1 --precision=None --optimizer=AdamW --offload=None --moments=exact --release --recompute=blocks --batch=None --device-budget=None --host-budget=None --fits=None --gpu=None --model=None --ranks=1 --host=None --link=None --allow=()
-schedule --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stage=3 --ranks=2 --hierarchy=None --prefetch=1 --record
+schedule --size=tiny --layers=None --width=None --heads=None --context=None --vocab=None --stage=3 --ranks=2 --hierarchy=None --prefetch=1 --offload=None --record
 inspect FOLDER --verify
 export FOLDER OUT --dtype=None --max-file=5GB --trainable-only --config=None
 import SOURCE OUT --from=None --allow-pickle --optimizer=None --names=None --step=None

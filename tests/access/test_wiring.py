@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zeor
@@ -253,3 +254,26 @@ def replanned() -> tuple[str, str]:
 
 def test_another_plan_goes_on_by_the_wire_that_was_set(ranks):
     assert ranks(replanned, 2) == [(str(Wire("bf16", "bf16")), str(Wire("int8", "int8")))] * 2
+
+
+def thawed(stage: int) -> dict[str, torch.Tensor]:
+    """What begins to train while the wire is exact may yet travel as codes, as all else in such a run."""
+    model = offloads.net()
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    zeor.shard(model, optimizer, stage=stage, wire="auto", keep_whole=30)
+    offloads.one_step(model, [optimizer], 0, "clip")
+    zeor.set_wire(model, "exact")
+    model.blocks[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+    offloads.one_step(model, [optimizer], 1, "clip")
+    zeor.set_wire(model, "int8")
+    for step in range(2, 4):
+        offloads.one_step(model, [optimizer], step, "clip")
+    return offloads.whole(model)
+
+
+def test_what_thaws_in_a_run_that_was_made_exact_may_travel_as_codes(ranks):
+    wanted = ranks(thawed, 2, 3)[0]
+    for stage in (1, 2):
+        offloads.same(ranks(thawed, 2, stage)[0], wanted, stage)

@@ -110,6 +110,23 @@ def test_what_is_not_finite_is_forgotten(ranks):
     ranks(recovers, 2, 1)
 
 
+def sums_of(power: float) -> list[Tensor]:
+    axis = mesh_here()
+    layout = lay_out([(40, 24)], axis.size)
+    how = factored(axis, pieces_of(layout, [Span(0, layout.numel)], RANK), layout.numel)
+    found = []
+    for step in range(STEPS):
+        given = gradient(layout.numel, axis.rank, step) * power
+        into = torch.empty(layout.slice_numel)
+        found.append(Reduce(axis, given, how, 1.0, into.detach, 1).start("reduce").wait() / power)
+    return found
+
+
+def test_gradients_whose_squares_are_more_than_fp32_holds_are_sent_alike(ranks):
+    for small, large in zip(ranks(sums_of, 2, 1.0), ranks(sums_of, 2, 2.0**80)):
+        assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(small, large, strict=True))
+
+
 def means_of_halves() -> None:
     """A sum of all ranks may be more than the dtype holds, its mean is not."""
     axis = mesh_here()

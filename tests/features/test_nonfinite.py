@@ -147,6 +147,72 @@ def test_raise_names_the_parameter_on_every_rank_before_anything_is_updated(rank
         assert "nonfinite='skip'" in text and unchanged
 
 
+# ---- factors that a rank only remembers
+
+
+def with_factors(how: str, clip: str, factors: list[float | None]) -> tuple[list[str], list[str], bool, bool]:
+    """This rank's gradients are multiplied by its own factor in the second step: (what was raised, what was said,
+    whether that step changed weights, whether they end finite)."""
+    model, optimizer = build(3, nonfinite=how)
+    raised = []
+    with logged() as found:
+        for step in range(3):
+            before = values(model)
+            loops.own_loss(model, step).backward()
+            if clip == "stock":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step == 1 and (factor := factors[dist.get_rank()]) is not None:
+                for param in model.parameters():
+                    if param.requires_grad:
+                        param.grad.mul_(factor)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                raised.append(str(error))
+            optimizer.zero_grad()
+            if step == 1:
+                changed = values(model) != before
+    finite = all(math.isfinite(x) for each in values(model).values() for x in each)
+    return raised, found, changed, finite
+
+
+@pytest.mark.parametrize("factors", [[1.0, math.inf], [None, math.nan]])
+@pytest.mark.parametrize("clip", ["none", "stock"])
+def test_a_factor_that_is_not_finite_on_one_rank_skips_or_raises_on_all(ranks, clip, factors):
+    (raised, said, changed, finite), other = ranks(with_factors, 2, "skip", clip, factors)
+    assert (raised, changed, finite) == ([], False, True) == (other[0], other[2], other[3])
+    assert len(said) == 1 and "Step 2 was skipped on every rank" in said[0]
+    told = [result[0] for result in ranks(with_factors, 2, "raise", clip, factors)]
+    assert told[0] == told[1] and len(told[0]) == 1 and "Step 2: the gradient of parameter" in told[0][0]
+
+
+@pytest.mark.parametrize("clip", ["none", "stock"])
+def test_warn_sees_factors_too(ranks, clip):
+    (_, said, _, finite), (_, nothing, _, _) = ranks(with_factors, 2, "warn", clip, [1.0, math.inf])
+    assert not finite and nothing == []
+    assert "Step 2: the gradient of parameter" in said[0] and "went into the weights" in said[0]
+
+
+def scaled_on_one_rank() -> float:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zeor.shard(model, optimizer, stage=2, nonfinite="ignore")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(2):
+        scaler.scale(loops.own_loss(model, step, torch.float32)).backward()
+        for param in model.parameters():
+            param.grad.mul_(math.inf if step == 1 and dist.get_rank() == 1 else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler.get_scale()
+
+
+def test_gradscaler_skips_on_all_ranks_for_a_factor_of_one(ranks):
+    assert ranks(scaled_on_one_rank, 2) == [2.0, 2.0]
+
+
 # ---- warn
 
 
@@ -228,14 +294,15 @@ def collectives(how: str, clip: str) -> int:
     return zeor.traffic(model)["collectives"] - before
 
 
-def test_warn_sends_nothing_and_the_others_one_exchange_unless_a_norm_is_known(ranks):
+def test_warn_sends_nothing_and_the_others_one_agreement(ranks):
     def count(how: str, clip: str) -> int:
         return ranks(collectives, 2, how, clip)[0]
 
     none, clipped = count("ignore", "none"), count("ignore", "stock")
     assert count("warn", "none") == none
     assert count("skip", "none") == count("raise", "none") == none + 1
-    assert count("skip", "stock") == count("raise", "stock") == count("warn", "stock") == clipped
+    assert count("skip", "stock") == count("raise", "stock") == clipped + 1
+    assert count("warn", "stock") == clipped
 
 
 # ---- elsewhere

@@ -24,8 +24,11 @@ class Keep(logging.Handler):
             self.texts.append(record.getMessage())
 
 
-def train(how: str, steps: int, bad_step: int, bad_rank: int = 0, clip: bool = False) -> tuple[list[str], bool]:
-    """What was said, and whether the weights are finite in the end."""
+def train(
+    how: str, steps: int, bad_step: int, bad_rank: int = 0, clip: bool = False, factor: bool = False
+) -> tuple[list[str], bool]:
+    """What was said, and whether the weights are finite in the end. `factor`: gradients are multiplied by nan, and not
+    the loss."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)).to("cuda")
@@ -36,9 +39,13 @@ def train(how: str, steps: int, bad_step: int, bad_rank: int = 0, clip: bool = F
     try:
         for step in range(steps):
             loss = model(torch.randn(4, 32, device="cuda")).float().square().mean()
-            (loss * (float("nan") if step == bad_step and rank == bad_rank else 1.0)).backward()
+            times = float("nan") if step == bad_step and rank == bad_rank else 1.0
+            (loss if factor else loss * times).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if factor:
+                for param in model.parameters():
+                    param.grad.mul_(times)
             optimizer.step()
             optimizer.zero_grad()
             torch.accelerator.synchronize()  # so that every answer has arrived by the next step
@@ -63,6 +70,14 @@ def test_skip_keeps_the_weights_finite(clip):
 def test_what_one_rank_finds_is_said_by_rank_0(ranks):
     (first, _), (second, _) = ranks(train, 2, "warn", 4, 1, bad_rank=1)
     assert "Step 2: the gradient of parameter '0.weight' is not finite" in first[0] and second == []
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_factor_that_one_rank_alone_remembers(ranks, clip):
+    (first, finite), (second, also) = ranks(train, 2, "skip", 3, 1, bad_rank=1, clip=clip, factor=True)
+    assert "Step 2 was skipped on every rank" in first[0] and second == [] and finite and also
+    (first, finite), (second, _) = ranks(train, 2, "warn", 4, 1, bad_rank=1, clip=clip, factor=True)
+    assert "Step 2: the gradient of parameter" in first[0] and second == [] and not finite
 
 
 def test_warn_makes_the_host_wait_for_nothing():

@@ -51,3 +51,12 @@ def test_columns_that_say_nothing_begin_anew_by_noise():
     assert torch.equal(found, again)
     assert torch.equal(found[:, [0, 3]], other[:, [0, 3]])
     assert not bool((found[:, [1, 2]] == other[:, [1, 2]]).all())
+
+
+@pytest.mark.parametrize("power", [70, 120])
+def test_values_whose_squares_are_more_than_fp32_holds(power):
+    given, wanted = drawn(40, 4) * 2.0**power, drawn(40, 4)
+    assert torch.equal(begun(given, Noise(3)), begun(wanted, Noise(3)))
+    make_orthonormal(given)
+    make_orthonormal(wanted)
+    assert torch.equal(given, wanted) and bool(given.any())

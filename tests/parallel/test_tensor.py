@@ -93,6 +93,31 @@ def test_parameters_and_gradients_stay_dtensors(ranks: Callable, stage: int) -> 
             assert found["reads"][3] == found["reads"][0]
 
 
+def averaged(stage: int) -> None:
+    """A state of this rank, one of whole parameters, and one that fits neither."""
+    model, optimizer, mesh = sharded(Divided("sequence", (2, 2), stage))
+    average, other = zeor.ema(model, 0.5), zeor.ema(model, 0.5)
+    for step in range(2):
+        one_step(model, optimizer, step, mesh.get_local_rank("dp"), Divided("sequence", (2, 2), stage))
+        average.update()
+    with average.applied():
+        wanted = whole(model)
+    for values in (wanted, average.state_dict()["values"]):
+        for part in other.state_dict()["values"].values():
+            part.zero_()
+        other.load_state_dict({"updates": 2, "values": values})
+        with other.applied():
+            assert all(torch.equal(value, wanted[name]) for name, value in whole(model).items())
+    wrong = {name: value[:1] for name, value in wanted.items()}
+    with pytest.raises(ValueError, match="at another world size or on another mesh; load it there, or give whole"):
+        other.load_state_dict({"updates": 2, "values": wrong})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_state_of_an_average_is_loaded_from_whole_parameters(ranks: Callable, stage: int) -> None:
+    ranks(averaged, 4, stage)
+
+
 def written() -> list[float]:
     model, _, mesh = sharded(Divided("sequence", (2, 2), 0, options={"precision": "bf16"}))
     for step in range(2):  # the sum of two is wider than what is handed out, so that is a copy

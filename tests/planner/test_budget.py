@@ -58,3 +58,17 @@ def test_the_table_shows_no_figure_above_the_budget(capsys: pytest.CaptureFixtur
     ]  # fmt: skip
     with pytest.raises(SystemExit, match=re.escape("zeor: stage 3 on 1 rank(s) does not fit: A step needs")):
         cli.main([*asked, "--device-budget", "30GiB", "--stages", "3", "--worlds", "1"])
+
+
+def test_budgets_that_are_not_given_are_the_memory_of_the_machine_that_is() -> None:
+    model = meta_model(SIZES["13b"])
+    given: dict[str, Any] = {"precision": "bf16", "world": 2, "gpu": "80GiB"}
+    found = zeor.predict(model, offload="auto", host="800GiB", **given)
+    by_hand = zeor.Offload(auto=True, device_budget=int(0.98 * 79 * GIB), host_budget=400 * GIB)  # less the context
+    assert found == zeor.predict(model, offload=by_hand, **given)
+    assert found.device_peak <= 0.98 * 79 * GIB and found.host > 0
+    assert zeor.predict(model, offload=zeor.Offload(auto=True, host_budget=400 * GIB), **given) == found
+    with pytest.raises(ValueError, match=r"how much memory a host has, .*; give host= too, such as host='500GiB'\."):
+        zeor.predict(model, offload="auto", **given)
+    with pytest.raises(ValueError, match=r"host='1GiB' is what offload='auto' may take beside gpu=; give both"):
+        zeor.predict(model, offload="host", host="1GiB", **given)

@@ -14,6 +14,7 @@ import zeor
 from zeor.memory.roles import Sizes
 from zeor.tools.gpt import GPT, GPTConfig
 from zeor.tools.plan import planned_step
+from zeor.tools.record import Run
 
 CONFIG = GPTConfig(layers=2, width=32, heads=2, context=16, vocab=48)
 
@@ -48,7 +49,7 @@ def test_a_step_sends_what_its_schedule_says_along_each_axis(
     found = ranks(trained, 4, stage, hierarchy, str(tmp_path))[0]
     with torch.device("meta"):
         model = GPT(CONFIG)
-    _, sent = planned_step(model, Sizes(2, 2) if hierarchy else Sizes(4), stage, 1, hierarchy)
+    _, sent = planned_step(model, Sizes(2, 2) if hierarchy else Sizes(4), Run(stage, 1, hierarchy))
     told = {(axis, verb): nbytes for axis, verbs in found["last_step"].items() for verb, nbytes in verbs.items()}
     moved = {key: nbytes for key, nbytes in told.items() if key[1] in ("gather", "reduce")}
     assert moved == {key: nbytes for key, nbytes in sent.items() if nbytes}

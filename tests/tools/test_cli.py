@@ -167,6 +167,13 @@ def test_schedule_prints_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gather" in text and "reduce" in text
 
 
+def test_schedule_shows_what_is_fetched_and_spilled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schedule", "--layers", "1", "--stage", "2", "--offload", "host"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = [line[2:] for line in lines if line[:2] == ["step", "head"]]
+    assert found == [["fetch(head)", "update(head)", "spill(head)"], ["publish(head)"]]
+
+
 def test_human_bytes() -> None:
     shown = [show.human_bytes(n) for n in (0, 1023, 1536, 3 * 2**30, 5 * 2**40)]
     assert shown == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]

@@ -6,13 +6,15 @@ step/handle.py.)
 
 Note [What finding out costs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. Where the loop has computed norms (clipping), they are the same on every rank and are looked at: nothing is
-   computed or sent.
-2. Else "raise" and "skip" compute norms: one pass over this rank's slice and one small exchange, and the host
-   waits for the answer.
-3. Else "warn" looks at this rank's own slice only, on a host by its sum (a sum over inf or nan is never finite), and
-   what it finds travels with the exchange that ends the next backward. No message is added, and on an accelerator
-   the host waits for nothing: the answer is picked up when it has arrived. The warning comes one step late.
+1. "raise" and "skip" end in one small agreement per step: each rank tells which gradient is the first that is not
+   finite, as far as it sees. Where the loop has computed norms (clipping) it looks at those, which costs no pass; else
+   it computes norms of its own slice. The host waits for the answer.
+2. "warn" looks at the norms that the loop has computed, else at this rank's own slice, on a host by its sum (a sum over
+   inf or nan is never finite). What norms show all ranks see alike; what one rank finds travels with the exchange that
+   ends the next backward, and the warning comes one step late. No message is added, and on an accelerator the host
+   waits for nothing: the answer is picked up when it has arrived.
+A factor by which the user multiplied gradients is only remembered until they are used. It may be inf, and on one rank
+alone. So each rank looks at what it will use, times its own factors, and no rank decides by that before all know.
 A sum or a norm may overflow where no gradient does, so what looks bad is confirmed element by element.
 """
 
@@ -25,10 +27,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeor.comm import verbs
 from zeor.comm.axes import Axes
 from zeor.memory.device import Arriving
 from zeor.step.extension import NEWS, Extension
-from zeor.step.norms import Norms, own_norms
+from zeor.step.grads import GradLane
+from zeor.step.norms import Norms, beside_scaled, first_not_finite, own_norms
 from zeor.step.unit import Slot
 
 log = logging.getLogger("zeor")
@@ -83,16 +87,12 @@ class NonFinite(Extension):
         return True
 
     def _first_bad(self, slots: list[Slot]) -> Slot | None:
-        """By norms, which are the same on every rank; confirmed by the largest element."""
-        bad = None
-        for ord in dict.fromkeys((self._norms.known_order(slots) or 2.0, math.inf)):
-            bad = _first_nonfinite(torch.stack(self._norms.of_grads(slots, ord)))
-            if bad is None:
-                return None
-        # Where clipping multiplied everything by nan, the culprit is the one that was bad before.
-        culprit = _first_nonfinite(torch.stack(self._norms.of_grads(slots, math.inf, scaled=False)))
-        assert bad is not None
-        return slots[bad if culprit is None else culprit]
+        """The same on every rank. Where clipping multiplied everything by nan, the one that was bad before."""
+        count = len(slots)
+        mine = self._norms.not_finite_here(slots)
+        told = torch.tensor([0 if mine is None else 2 * count - mine])  # so that the largest is the first
+        verbs.agree_max(self._axes.whole, told, "agreement on gradients that are not finite")
+        return slots[(2 * count - int(told)) % count] if told else None
 
     # ---- warn
 
@@ -100,7 +100,7 @@ class NonFinite(Extension):
         self._pick_up()
         ord = self._norms.known_order(slots)
         if ord is not None:
-            norms, agreed = torch.stack(self._norms.of_grads(slots, ord, scaled=False)), True
+            norms = self._norms.of_grads(slots, ord, scaled=False)
         elif self._axes.device.type == "cpu":
             bad = _first_bad_here(slots)
             if bad is not None and self.travels:
@@ -110,8 +110,8 @@ class NonFinite(Extension):
                 self._warn(self._step, bad)
             return
         else:
-            norms, agreed = _own_norms(slots), not self.travels
-        self._arriving = (self._step, slots, agreed, Arriving(norms))
+            norms = _own_norms(slots)
+        self._arriving = (self._step, slots, ord is not None, Arriving(beside_scaled(slots, norms)))
         self._pick_up()
         self._know()
 
@@ -123,15 +123,16 @@ class NonFinite(Extension):
         """What was found at an earlier step, if the host knows by now."""
         if self._arriving is None or not self._arriving[3].is_here():
             return
-        step, slots, agreed, arriving = self._arriving
+        step, slots, all_see, arriving = self._arriving
         self._arriving = None
-        bad = _first_nonfinite(arriving.value)
+        bad = first_not_finite(arriving.value)
         if bad is None:
             return
-        if agreed:
-            self._warn(step, slots[bad])
+        slot = slots[bad % len(slots)]
+        if not self.travels or (all_see and bad < len(slots)):  # factors may be this rank's own
+            self._warn(step, slot)
         elif self._found is None:
-            self._found = (step, slots[bad])
+            self._found = (step, slot)
 
     @property
     def told_count(self) -> int:
@@ -166,12 +167,7 @@ class NonFinite(Extension):
             log.warning(f"{text} (%d such step(s) so far).", step, slot.name, self._times)
 
 
-def _first_nonfinite(norms: Tensor) -> int | None:
-    bad = (~torch.isfinite(norms)).nonzero()
-    return int(bad[0]) if len(bad) else None
-
-
-def _own_norms(slots: Sequence[Slot]) -> Tensor:
+def _own_norms(slots: Sequence[Slot]) -> list[Tensor]:
     """The largest element of this rank's part of each gradient (of what rests elsewhere the norm of order 2); zero
     where it holds none."""
     grads = [(slot.lane.grads, slot.index) for slot in slots if slot.lane.grads is not None]
@@ -180,14 +176,22 @@ def _own_norms(slots: Sequence[Slot]) -> Tensor:
     rests = [bool(each.resting) for each, _ in grads]
     away = iter(own_norms([each for each, rested in zip(grads, rests) if rested], 2.0, none))
     here = iter(own_norms([each for each, rested in zip(grads, rests) if not rested], math.inf, none))
-    return torch.stack([next(away) if rested else next(here) for rested in rests])
+    return [next(away) if rested else next(here) for rested in rests]
 
 
 def _first_bad_here(slots: Sequence[Slot]) -> Slot | None:
     """On a host: by sums, since norms of infinite order take ten times as long there."""
     grads = {slot.lane: slot.lane.grads for slot in slots if slot.lane.grads is not None}
-    suspect = {lane for lane, each in grads.items() if not all(math.isfinite(part.sum()) for part in each.own_parts())}
+    suspect = {lane for lane, each in grads.items() if _is_suspect(each)}
     for slot in slots:
-        if slot.lane in suspect and not torch.isfinite(grads[slot.lane].own(slot.index)).all():
-            return slot
+        if slot.lane in suspect:
+            own, scale = grads[slot.lane].own(slot.index), grads[slot.lane].scales[slot.index]
+            if not torch.isfinite(own if scale is None else own * scale).all():
+                return slot
     return None
+
+
+def _is_suspect(grads: GradLane) -> bool:
+    if not all(math.isfinite(part.sum()) for part in grads.own_parts()):
+        return True
+    return any(scale is not None and not abs(scale) <= 1 for scale in grads.scales)  # it may make inf of a number

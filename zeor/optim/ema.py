@@ -14,7 +14,7 @@ later one moves the average by (1 - decay), as AveragedModel does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,22 +177,12 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A state dict of this rank, or one whose values are whole parameters."""
+        """A state dict of this rank, or one whose values are whole parameters (of the whole model's shapes, where it is
+        cut by tensor or expert parallelism, or DTensors)."""
         values, parts = state_dict["values"], list(self._parts())
-        for slot, segment, _ in parts:
-            if slot.name not in values:
-                raise ValueError(f"The state of the average has no {slot.name!r}, which trains in this model.")
-            found = values[slot.name]
-            if tuple(found.shape) != slot.shape and found.numel() != segment.numel:
-                raise ValueError(
-                    f"The average of {slot.name!r} has {found.numel()} elements on this rank, not {segment.numel}: it "
-                    "was saved at another world size; load it there, or give whole parameters."
-                )
-        for slot, segment, part in parts:
-            found = values[slot.name].detach().reshape(-1)
-            if found.numel() != segment.numel:
-                found = found[segment.start : segment.start + segment.numel]
-            part.copy_(found)
+        found = [_own_part(slot, segment, values) for slot, segment, _ in parts]
+        for (_, _, part), value in zip(parts, found):
+            part.copy_(value)
         self.updates = int(state_dict["updates"])
 
     def pieces(self) -> Iterator[Piece]:
@@ -224,6 +214,22 @@ class EMA:
                     if segment.param == slot.index:
                         end = segment.offset + segment.numel
                         yield slot, segment, self._of[slot.lane][segment.offset : end]
+
+
+def _own_part(slot: Slot, segment: Segment, values: Mapping[str, Tensor]) -> Tensor:
+    """What a state dict says of these elements."""
+    if slot.name not in values:
+        raise ValueError(f"The state of the average has no {slot.name!r}, which trains in this model.")
+    found = values[slot.name].detach()
+    if slot.placed is not None and tuple(found.shape) == tuple(slot.whole_shape):
+        found = slot.placed.local_of(found)
+    if tuple(found.shape) != tuple(slot.shape) and found.numel() != segment.numel:
+        raise ValueError(
+            f"The average of {slot.name!r} has {found.numel()} elements on this rank, not {segment.numel}: it was "
+            "saved at another world size or on another mesh; load it there, or give whole parameters."
+        )
+    flat = found.reshape(-1)
+    return flat if flat.numel() == segment.numel else flat[segment.start : segment.start + segment.numel]
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def _budgets(offload: Offload) -> tuple[int, int]:
     if accelerator is None and not (isinstance(device, int) and isinstance(host, int)):
         raise ValueError(
             "offload='auto' is planned by what is free, and here is no accelerator to ask; give both budgets, such as "
-            "zeor.Offload(auto=True, device_budget='80GiB', host_budget='500GiB')."
+            "zeor.Offload(auto=True, device_budget='80GiB', host_budget='500GiB'), or gpu= and host=."
         )
     if not isinstance(device, int):
         assert accelerator is not None

@@ -20,7 +20,7 @@ from zeor.memory.param import is_sharded
 from zeor.memory.roles import Sizes
 from zeor.model.discover import UnitSpec, find_units
 from zeor.optim.streaming.moments import MOMENTS, moment_count
-from zeor.plan import Offload, Plan, Precision, nearest
+from zeor.plan import Offload, Plan, Precision, _nbytes, nearest
 from zeor.planner import automatic
 from zeor.planner.kept import keeping, most, needs
 from zeor.planner.machine import Along, Machine
@@ -45,7 +45,7 @@ from zeor.spec.wires import check_wire
 _OF_PLAN = (
     "prefetch", "offload", "moments", "release", "delay", "recompute", "kernel", "keep_whole", "compile", "wire",
 )  # fmt: skip
-_LOOP = ("accumulation", "sums_each", "gpu", "link", "clip", "pipeline", "in_flight")
+_LOOP = ("accumulation", "sums_each", "gpu", "host", "link", "clip", "pipeline", "in_flight")
 _MESH = ("pp", "tp", "cut")
 _OPTIONS = (
     "units", "hierarchy", "experts", "native_reduce", "batch", "inputs", "loss", *_LOOP, *_MESH, *_OF_PLAN,
@@ -144,7 +144,8 @@ def predict(
     (else all is counted as computed again), and with a batch `time` says how long a step takes. link=: as zeor.choose
     takes it. clip=False: the loop computes no norm.
 
-    With offload="auto" it chooses as the run will, and raises ValueError where a step does not fit into the budgets.
+    With offload="auto" it chooses as the run will, and raises ValueError where a step does not fit into the budgets:
+    those of zeor.Offload, else gpu= and host= (memory of one host, shared by its ranks), else what is free here.
     """
     for name in options:
         if name not in _OPTIONS:
@@ -160,6 +161,7 @@ def predict(
     loop = Loop.of(options)
     check_wire(plan, shape.sizes)
     machine = None if options.get("gpu") is None else Machine.parse(options["gpu"])
+    plan = replace(plan, offload=_with_budgets(plan.offload, machine, options.get("host"), shape.world))
     native = bool(options.get("native_reduce", machine is not None and machine.native))
     experts = None if options.get("experts") is None else shape.experts(model, options["experts"])
     known = Source(model, options).model(setting_of(plan, shape.sizes, optimizer, native, loop, experts))
@@ -172,6 +174,25 @@ def predict(
     axes = machine.links(shape.sizes, shape.mesh_dim_names, options.get("link"))
     pace = pace_of(found.model, machine, axes, clip, found.kept)
     return replace(found.prediction, time=step_time(found.model, pace))
+
+
+def _with_budgets(offload: Offload | None, machine: Machine | None, host: Any, world: int) -> Offload | None:
+    """With the memory of another machine in the place of budgets that auto was not given."""
+    if offload is None or not offload.auto or machine is None:
+        if host is not None:
+            raise ValueError(f"host={host!r} is what offload='auto' may take beside gpu=; give both, or leave it out.")
+        return offload
+    device, kept = offload.device_budget, offload.host_budget
+    if kept is None and host is None:
+        raise ValueError(
+            "offload='auto' beside gpu= must know how much memory a host has, which its ranks share; give host= too, "
+            "such as host='500GiB'."
+        )
+    if device is None:
+        device = limit_nbytes(machine)
+    if kept is None:
+        kept = machine.host_share(_nbytes("host", host) or 0, world)
+    return replace(offload, device_budget=device, host_budget=kept)
 
 
 def _of_fullest_stage(model: nn.Module, settings: dict[str, Any], options: dict[str, Any]) -> Prediction:

@@ -190,7 +190,7 @@ def _host_nbytes(machine: Machine, shape: Shape, given: Any, here: bool) -> int:
         nbytes = int(HOST_SHARE * (free_host_nbytes() or 0)) if here else 0
     else:
         nbytes = 0 if type(given) is int and not given else _nbytes("host", given) or 0
-    return nbytes // min(shape.world, machine.per_host)
+    return machine.host_share(nbytes, shape.world)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,10 @@ class Machine:
         memory = devices.DeviceMemory(device).total_nbytes() or known.memory
         return replace(known, memory=memory, per_host=torch.accelerator.device_count(), present=True)
 
+    def host_share(self, nbytes: int, world: int) -> int:
+        """Of one rank, of a host's memory."""
+        return nbytes // min(world, self.per_host)
+
     def links(self, sizes: Sizes, names: Sequence[str] = ("ranks",), link: Any = None) -> tuple[Along, ...]:
         """(name, members, link) by axis, the innermost first, for ranks that stand so on axes of these names (the
         outermost first). Ranks on one axis that fill several hosts still have two links. `link`: as the user gave it;

@@ -27,6 +27,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,7 @@ _OWN = 3  # extensions that the core itself adds
 class Engine:
     def __init__(self, plan: Plan, axes: Axes, plain: bool = False):
         self.plan, self.axes, self.observer = plan, axes, axes.everyone.observer
+        self._began = plan  # self.plan may get another wire
         self.plain = plain  # drop-in: parameters are the user's plain tensors and no module is hooked
         self.table = table_of(plan.stages)
         self.ledger = Ledger()
@@ -113,7 +115,10 @@ class Engine:
         name = f"{unit.index}-{sum(len(unit.lanes) for unit in self.units) + len(unit.lanes)}"
         rest = self.places.of_lane(name, key, values)
         axes = self.axes.of(key.experts)
-        spec = lane_spec(key, [value.shape for value in values], self.plan, axes.sizes, rest)
+        shapes = [value.shape for value in values]
+        spec = lane_spec(key, shapes, self.plan, axes.sizes, rest)
+        if self.plan.wire != self._began.wire and lane_spec(key, shapes, self._began, axes.sizes, rest).parted:
+            spec = replace(spec, wires=replace(spec.wires, open=True))  # as lanes that are there since then
         lane = (CodedLane if key.coded else Lane)(spec, values, axes, self.ledger, rest)
         for index, slot in enumerate(slots):
             slot.settle(unit, lane, index)
@@ -188,7 +193,7 @@ class Engine:
         elif event in (events.BACKWARD, events.BACKWARD_KEPT):
             self.backward.play(event == events.BACKWARD, detail)
         elif event == events.NORM:
-            self.norms.compute([self.slots[i] for i in detail["slots"]], detail["ord"])
+            self.norms.compute([self.slots[i] for i in detail["slots"]], detail["ord"], detail.get("scaled", False))
         elif event == events.GRADS:
             self.slots[detail].lane.gather_grads()
         else:

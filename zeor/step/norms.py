@@ -66,17 +66,16 @@ class Norms:
             self._announcer.announce(events.NORM, lambda: {"slots": self._places(stale), "ord": ord})
             self.compute(stale, ord)
         norms = [known[slot][0] for slot in slots]
-        if not scaled or ord == 0:
-            return norms
-        scales: list[Any] = [lane.scales[slot.index] for lane, slot in zip(grads, slots)]
-        return [norm if scale is None else norm * abs(scale) for norm, scale in zip(norms, scales)]
+        return norms if not scaled or ord == 0 else times_factors(grads, slots, norms)
 
-    def compute(self, slots: Sequence[Slot], ord: float) -> None:
-        """Find these norms and remember them; a small exchange."""
+    def compute(self, slots: Sequence[Slot], ord: float, scaled: bool = False) -> Tensor:
+        """Find these norms and remember them; a small exchange. `scaled`, of the largest elements: what they are on any
+        rank times that rank's factors is returned."""
         folds = _folds(slots)
         known = self._known.setdefault(ord, {})
-        norms = self._compute(slots, ord).unbind()
-        known.update({slot: (norm, folds[slot.lane]) for slot, norm in zip(slots, norms)})
+        found = self._compute(slots, ord, scaled)
+        known.update({slot: (norm, folds[slot.lane]) for slot, norm in zip(slots, found.unbind())})
+        return found[len(slots) :]
 
     def known_order(self, slots: Sequence[Slot]) -> float | None:
         """An order above 0 of which the norms of all these gradients are known, so that asking costs nothing."""
@@ -92,16 +91,31 @@ class Norms:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(self.of_grads(slots, ord)), ord)
         return norm
 
+    def not_finite_here(self, slots: Sequence[Slot]) -> int | None:
+        """Which gradient is the first that is not finite, as far as this rank sees: it has its own part of each, and
+        its own remembered factors, which may be others elsewhere. Those after the last are the same ones once more,
+        times these factors. No collective."""
+        ord = self.known_order(slots)
+        norms = self._own(slots, 2.0)[0] if ord is None else self.of_grads(slots, ord, scaled=False)
+        if first_not_finite(beside_scaled(slots, norms)) is None:
+            return None
+        return first_not_finite(beside_scaled(slots, self._own(slots, math.inf)[0]))  # a norm may have overflowed
+
     @torch.no_grad()
-    def _compute(self, slots: Sequence[Slot], ord: float) -> Tensor:
+    def _own(self, slots: Sequence[Slot], ord: float) -> tuple[list[Tensor], Tensor]:
+        """The norms of this rank's parts, and what a rank without a part says: nothing to a sum or a maximum, nothing
+        to a minimum."""
         grads = _ready_grads(slots)
         wide = torch.float64 if torch.float64 in {lane.dtype for lane in set(grads)} else torch.float32
-        # What a rank without a part says: nothing to a sum or a maximum, nothing to a minimum.
         none = torch.full((), math.inf if ord < 0 else 0.0, dtype=wide, device=self._axes.device)
-        found = own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none)
+        return own_norms([(g, slot.index) for slot, g in zip(slots, grads)], ord, none), none
+
+    @torch.no_grad()
+    def _compute(self, slots: Sequence[Slot], ord: float, scaled: bool) -> Tensor:
+        found, none = self._own(slots, ord)
         # The same elements on several ranks count once.
         found = [norm if slot.counts_on(slot.lane.axes.tensor_coords) else none for norm, slot in zip(found, slots)]
-        local = torch.stack(found)
+        local = beside_scaled(slots, found) if scaled else torch.stack(found)
         whole = self._axes.whole
         if whole.size == 1:
             return local
@@ -120,7 +134,7 @@ class Norms:
         by_slot = torch.tensor([orders[slot.lane.axes] for slot in slots], device=rows.device)
         return rows.gather(0, by_slot.T)
 
-    def _places(self, slots: list[Slot]) -> list[int]:
+    def _places(self, slots: Sequence[Slot]) -> list[int]:
         places = {slot: place for place, slot in enumerate(self._all)}
         return [places[slot] for slot in slots]
 
@@ -131,9 +145,28 @@ class Norms:
                 "GradScaler would leave a step out on this stage of the pipeline alone, and go on with another scale "
                 "than the other stages; train in bf16, which needs no scaler."
             )
-        largest = torch.stack(self.of_grads(slots, math.inf))
+        self._handed_out.heed()
+        told = {"slots": self._places(slots), "ord": math.inf, "scaled": True}
+        self._announcer.announce(events.NORM, lambda: told)
+        largest = self.compute(slots, math.inf, scaled=True)
         bad = (~torch.isfinite(largest)).any().to(found_inf)
         found_inf.copy_(torch.maximum(found_inf, bad))
+
+
+def times_factors(grads: Sequence[GradLane], slots: Sequence[Slot], norms: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of gradients as they will be used: times the factors that this rank only remembers."""
+    scales: list[Any] = [lane.scales[slot.index] for lane, slot in zip(grads, slots)]
+    return [norm if scale is None else norm * abs(scale) for norm, scale in zip(norms, scales)]
+
+
+def beside_scaled(slots: Sequence[Slot], norms: Sequence[Tensor]) -> Tensor:
+    """These norms, and behind them the same times factors."""
+    return torch.stack([*norms, *times_factors(_ready_grads(slots), slots, norms)])
+
+
+def first_not_finite(norms: Tensor) -> int | None:
+    bad = (~torch.isfinite(norms)).nonzero()
+    return int(bad[0]) if len(bad) else None
 
 
 def own_norms(grads: Sequence[tuple[GradLane, int]], ord: float, none: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@
     zeor plan --size 7b --gpu H100 --ranks 64 --batch 4 2048   # the fastest plan that fits (choose.py)
     zeor schedule                                              # the actions of one training step, unit by unit
     zeor schedule --ranks 4 --hierarchy 2                      # on two axes; what is sent along each
+    zeor schedule --offload host                               # with what is fetched and spilled for updates
     zeor schedule --record                                     # and what a step on CPU ranks did, beside it
 
 Nothing is allocated: the model is built on the meta device, its shapes are read, and forward and backward run without
@@ -278,15 +279,13 @@ def _fits(options: argparse.Namespace) -> int:
 
 def one_step(model: nn.Module, world: int, stage: int, prefetch: int = 1) -> Schedule:
     """The schedule of the first step, whose order of units is that of registration."""
-    return planned_step(model, Sizes(world), stage, prefetch)[0]
+    return planned_step(model, Sizes(world), Run(stage, prefetch))[0]
 
 
-def planned_step(
-    model: nn.Module, sizes: Sizes, stage: int, prefetch: int, hierarchy: int | None = None
-) -> tuple[Schedule, dict[tuple[str, str], int]]:
+def planned_step(model: nn.Module, sizes: Sizes, run: Run) -> tuple[Schedule, dict[tuple[str, str], int]]:
     """The schedule, and the bytes that a rank sends in it, by axis and verb."""
-    inside, across = stages_of(stage, None, hierarchy)
-    plan = Plan.parse({"stage": inside, "across": across, "prefetch": prefetch})
+    inside, across = stages_of(run.stage, None, run.hierarchy)
+    plan = Plan.parse({"stage": inside, "across": across, "prefetch": run.prefetch, "offload": run.offload})
     units = find_units(model, None, small_numel(plan, math.prod(sizes)))
     lanes = spec_units(units, plan, sizes, Places(plan, torch.device("cpu")))
     traits = tuple(traits_of(unit.name, found) for unit, found in zip(units, lanes))
@@ -330,6 +329,8 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hierarchy", type=int, metavar="N", help=nodes)
     units = "units gathered ahead (default: %(default)s)"
     parser.add_argument("--prefetch", type=int, default=1, metavar="N", help=units)
+    away = "where master and moments rest (default: device)"
+    parser.add_argument("--offload", choices=("host", "disk"), help=away)
     ran = "run a few steps on so many CPU ranks, and print what was done beside it"
     parser.add_argument("--record", action="store_true", help=ran)
 
@@ -339,10 +340,11 @@ def run_schedule(options: argparse.Namespace) -> int:
     model = meta_model(config)
     try:
         sizes = sizes_of(options.ranks, options.hierarchy)
+        asked_for = Run(options.stage, options.prefetch, options.hierarchy, options.offload)
         if options.record:
-            print(recorded(config, options.ranks, Run(options.stage, options.prefetch, options.hierarchy)))
+            print(recorded(config, options.ranks, asked_for))
         else:
-            schedule, sent = planned_step(model, sizes, options.stage, options.prefetch, options.hierarchy)
+            schedule, sent = planned_step(model, sizes, asked_for)
             rows = [[axis, verb, in_words(nbytes).strip()] for (axis, verb), nbytes in sorted(sent.items()) if nbytes]
             print(schedule, "", table(["axis", "verb", "sent per step and rank"], rows), sep="\n")
     except ValueError as error:

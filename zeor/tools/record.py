@@ -23,11 +23,12 @@ _STEPS, _SEQUENCES, _MOST_TOKENS = 3, 2, 64
 
 
 class Run(NamedTuple):
-    """How the model is sharded. `hierarchy`: ranks per node, or None."""
+    """How the model is sharded. `hierarchy`: ranks per node, or None. `offload`: the tier of master and moments."""
 
     stage: int
     prefetch: int
     hierarchy: int | None = None
+    offload: str | None = None
 
 
 def recorded(config: GPTConfig, ranks: int, run: Run) -> str:
