@@ -73,6 +73,8 @@ VARIANTS = (
     Variant("int4 gradients", {"reduce": "int4"}),
     Variant("int4 gradients hadamard", {"reduce": "int4", **TURNED}),
     Variant("int4 weights", {"gather": "int4"}),
+    Variant("int2 weights", {"gather": "int2"}),
+    Variant("int2/int4", {"gather": "int2", "reduce": "int4"}),
     Variant("int4", "int4"),
     Variant("int4 stochastic", {"gather": "int4", "reduce": "int4", **ROUNDED}),
     Variant("int4 hadamard", {"gather": "int4", "reduce": "int4", **TURNED}),
@@ -86,6 +88,7 @@ VARIANTS = (
     Variant("powersgd 4", zeor.Wire(reduce=zeor.PowerSGD(4, warmup=WARM_UP))),
     Variant("powersgd 16", zeor.Wire(reduce=zeor.PowerSGD(16, warmup=WARM_UP))),
     Variant("int4 weights, powersgd 4", zeor.Wire("int4", zeor.PowerSGD(4, warmup=WARM_UP))),
+    Variant("int2/powersgd 4", zeor.Wire("int2", zeor.PowerSGD(4, warmup=WARM_UP))),
     Variant("int4 weights, topk 1%", zeor.Wire("int4", zeor.TopK(0.01, warmup=WARM_UP))),
     Variant("exact, other order", other_order=True),
 )

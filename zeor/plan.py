@@ -254,6 +254,8 @@ class Offload:
 
 
 WIRES = ("exact", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+OF_WEIGHTS = (*WIRES, "int2")
+DIFFERENCES = ("int4", "int2")  # how weights travel so: see Note [Differences] in comm/wires.py
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,7 @@ class Wire:
     Of gradients: rounding="stochastic" rounds up or down by chance, so that the mean is right; rotate=True multiplies
     blocks by a Hadamard matrix first, so that one large number costs the others less (formats with blocks only).
     Masters are never rounded. Small parameters (keep_whole) travel exactly. "int4" of weights sends differences to what
-    the others hold, so it needs a stage below 3 along that axis.
+    the others hold, so it needs a stage below 3 along that axis. So does "int2", which is for weights alone.
 
     auto=True (wire="auto"): it begins as the rest says, and zeor chooses formats when it has seen some steps.
     """
@@ -377,11 +379,17 @@ class Wire:
         if isinstance(self.gather, Method) or (isinstance(self.gather, str) and self.gather in METHODS):
             raise ValueError(
                 f"Wire.gather={self.gather!r} is a method for sums of gradients, which keeps what it does not send; "
-                f"for weights use one of {list(WIRES)}."
+                f"for weights use one of {list(OF_WEIGHTS)}."
             )
-        _one_of("Wire.gather", self.gather, WIRES)
+        _one_of("Wire.gather", self.gather, OF_WEIGHTS)
         if isinstance(self.reduce, str) and self.reduce in METHODS:
             object.__setattr__(self, "reduce", METHODS[self.reduce]())
+        if self.reduce == "int2":
+            raise ValueError(
+                "Wire.reduce='int2' is too coarse for gradients: 'int2' is for weights, of which differences travel; "
+                "use zeor.Wire(gather='int2', reduce='int4'), or a method that keeps what it does not send, such as "
+                "zeor.Sign()."
+            )
         if not isinstance(self.reduce, Method):
             _one_of("Wire.reduce", self.reduce, (*WIRES, *METHODS))
 
@@ -434,7 +442,7 @@ class Wire:
             return Wire(auto=True)
         if isinstance(value, Method):
             return Wire(reduce=value)
-        if isinstance(value, str) and value in (*WIRES, "fp8", "fp32"):
+        if isinstance(value, str) and value in (*OF_WEIGHTS, "fp8", "fp32"):
             return Wire(value, value)
         if isinstance(value, str) and value in METHODS:
             return Wire(reduce=value)
@@ -562,10 +570,15 @@ class Plan:
         if self.wire is None:
             return
         for stage, wire, name in zip(self.stages, self.wire.axes, ("gather", "across")):
-            if stage == 3 and wire.gather == "int4":
+            if stage == 3 and wire.gather in DIFFERENCES:
                 raise ValueError(
-                    f"Wire.{name}='int4' sends weights as differences to what the other ranks hold, and at stage 3 "
-                    "they hold nothing; use 'int8' (or 'fp8', 'bf16') for gathers, or stage 1 or 2."
+                    f"Wire.{name}={wire.gather!r} sends weights as differences to what the other ranks hold, and at "
+                    "stage 3 they hold nothing; use 'int8' (or 'fp8', 'bf16') for gathers, or stage 1 or 2."
+                )
+            if stage == 0 and wire.gather == "int2":
+                raise ValueError(
+                    f"Wire.{name}='int2' is for weights, and at stage 0 summed gradients travel in their place; use "
+                    "'int4' there, or stage 1 or 2."
                 )
 
     def _check_recompute(self) -> None:

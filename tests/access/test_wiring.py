@@ -99,6 +99,9 @@ def test_what_is_refused_names_what_to_do(ranks):
     "options, told",
     [
         ({"wire": "int4"}, "at stage 3 they hold nothing"),
+        ({"wire": {"gather": "int2"}}, r"Wire.gather='int2' sends weights .* at stage 3 they hold nothing"),
+        ({"wire": {"gather": "int2"}, "stage": 0}, "int2' is for weights, and at stage 0 summed gradients"),
+        ({"wire": "int2", "stage": 2}, "Wire.reduce='int2' is too coarse for gradients"),
         ({"wire": Wire(across="int8")}, "there is one axis"),
         ({"wire": "int3"}, "wire='int3' is not known"),
         ({"wire": 8}, "wire=8 is not known"),

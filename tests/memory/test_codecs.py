@@ -19,6 +19,7 @@ from zeor.memory.noise import Noise, mix
 FORMATS = ("bf16", *BLOCK_FORMATS)
 CODECS = [Codec(format, chance) for format in FORMATS for chance in (False, True)]
 CODECS += [Codec(format, chance, True) for format in BLOCK_FORMATS for chance in (False, True)]
+CODECS += [Codec("int2")]
 EACH = pytest.mark.parametrize("codec", CODECS, ids=str)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = st.one_of(
@@ -53,7 +54,7 @@ def test_stated_bytes(numel):
     sizes = {codec.format: codec.nbytes(numel) for codec in CODECS}
     assert sizes == {
         "bf16": 2 * numel, "int8": 130 * blocks, "int4": 66 * blocks, "fp8_e4m3": 130 * blocks,
-        "fp8_e5m2": 130 * blocks,
+        "fp8_e5m2": 130 * blocks, "int2": 34 * blocks,
     }  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_zero_and_constant_blocks(codec):
         assert_within(codec, torch.full((300,), value), found)
         if value == 0.0:
             assert not bool(found.any())
-        elif not codec.chance and not codec.rotates and codec.format != "bf16":
+        elif not codec.chance and not codec.rotates and codec.format not in ("bf16", "int2"):
             assert float((found - value).abs().max()) <= abs(value) * 2.0**-7  # the largest code, times a rounded unit
 
 
@@ -154,6 +155,22 @@ def test_whole_codes_are_those_of_plain_arithmetic(format, largest):
         unit = float(((bits + 0xFFFF) & -0x10000).view(torch.float32))  # the next bf16 number above
         assert least * (1 - 1e-6) <= unit <= least * 1.008
         assert np.array_equal(row.numpy(), (np.round(block / unit) * unit).astype(np.float32))
+
+
+def test_two_bits_are_the_middle_of_four_cells():
+    """Of blocks of any shape, the largest number too: at most a quarter of it is left, and of that a quarter again."""
+    blocks = torch.randn(3, BLOCK, generator=torch.Generator().manual_seed(7))
+    blocks[1, 1:], blocks[2] = 0.0, -5.0
+    left, most = blocks.clone(), blocks.abs().amax(1, keepdim=True)
+    for _ in range(6):
+        found = coded(Codec("int2"), left.view(-1))[1].view(3, BLOCK)
+        for row, block in zip(found, left.numpy().astype(np.float64), strict=True):
+            bits = torch.tensor(np.abs(block).max() / 2).float().view(torch.int32)
+            unit = float(((bits + 0xFFFF) & -0x10000).view(torch.float32))  # the next bf16 number above
+            cell = np.clip(np.floor(block / unit), -2, 1)
+            assert np.array_equal(row.numpy(), ((cell + 0.5) * unit).astype(np.float32))
+        left, most = left - found, most * (1.008 / 4)
+        assert bool((left.abs() <= most + 1e-6).all())
 
 
 @pytest.mark.parametrize("format", FORMATS)

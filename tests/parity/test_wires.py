@@ -66,8 +66,8 @@ def test_a_reduce_wire_gives_the_same_bits_at_stage_0_too(ranks):
 
 
 def test_differences_at_stages_1_and_2(ranks):
-    for precision in (None, "bf16"):
-        ranks(same_bits, 2, (1, 2), wire="int4", precision=precision)
+    for precision, wire in ((None, "int4"), ("bf16", "int4"), ("bf16", Wire("int2", "int4"))):
+        ranks(same_bits, 2, (1, 2), wire=wire, precision=precision)
 
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -73,7 +73,7 @@ class Reduce:
             how.residual.flat.add_(self._full)
             self._p[how.pieces.factor_numels(how.rank)[0] :].zero_()
             for (matrix, x, p), (_, _, last) in zip(self._factors(self._p, "rows"), self._factors(how.q, "columns")):
-                torch.mm(x, begun(last, how.noise.beyond(matrix.begin)), out=p)
+                torch.mm(x, _by_column(begun(last, how.noise.beyond(matrix.begin))), out=p)
             for span, part in self._beside():
                 part.copy_(how.residual.flat[span])
                 how.residual.flat[span].zero_()
@@ -140,7 +140,7 @@ class Reduce:
             factors = self._factors(self._q, "columns")
             for (_, x, q), (_, _, p) in zip(factors, self._factors(self._p, "rows")):
                 make_orthonormal(p)
-                torch.mm(x.T, p, out=q)
+                q.copy_((p.T @ x).T)  # of rank 4 x.T @ p takes a host four to seven times as long
                 x.addmm_(p, q.T, alpha=-1.0)
             if not finite:
                 forget_nonfinite(how.residual.flat)
@@ -190,6 +190,11 @@ class Reduce:
                 low, high = max(span.start, begin), min(span.stop, begin + part)
                 if low < high:
                     out[low - begin : high - begin].copy_(found[low - span.start : high - span.start])
+
+
+def _by_column(factor: Tensor) -> Tensor:
+    """The same, with a column's numbers side by side: a host multiplies by a narrow matrix four times as fast then."""
+    return factor.T.contiguous().T
 
 
 def _rows_into(out: Tensor, begin: int, matrix: Matrix, p: Tensor, q: Tensor) -> None:

@@ -11,9 +11,9 @@ axis; memory/codecs.py knows formats.
 
 Note [Differences]
 ~~~~~~~~~~~~~~~~~~
-Four bits are too few for weights, but enough for how far they have moved since they were last sent. Where all ranks
-hold what was sent last, the owner sends the codes of the difference between what it has and that, and every rank adds
-what they decode to. What rounding left out is part of the next difference, so nothing is lost for good. What ranks
+Four bits or two are too few for weights, but enough for how far they have moved since they were last sent. Where all
+ranks hold what was sent last, the owner sends the codes of the difference between what it has and that, and every rank
+adds what they decode to. What rounding left out is part of the next difference, so nothing is lost for good. What ranks
 hold then depends on the past: where it must not (a checkpoint was saved or loaded) new values travel exactly once.
 """
 
@@ -60,10 +60,10 @@ class Coded:
         count = numel // length if numel else 0
         return [(slice(i * length, (i + 1) * length), slice(i * each, (i + 1) * each)) for i in range(count)]
 
-    def encode(self, message: Tensor, values: Tensor, first: int = 0) -> None:
-        """`first`: how many elements lie before them, for the noise."""
+    def encode(self, message: Tensor, values: Tensor, first: int = 0, held: Tensor | None = None) -> None:
+        """`first`: how many elements lie before them, for the noise. `held`: what they differ from."""
         if isinstance(self.codec, Codec) and values.numel():
-            return self.codec.encode_each(self._by_slice(message), values, self.noise_at(first))
+            return self.codec.encode_each(self._by_slice(message), values, self.noise_at(first), held)
         for elements, codes in self.slices(values.numel()):
             self.codec.encode_into(message[codes], values[elements], self.noise_at(first + elements.start))
 
@@ -103,7 +103,10 @@ class Coded:
                     self.codec.decode_each(moved, some)
                 else:
                     self.codec.decode_into(moved, some[0], begin)
-                into[begin:end].copy_(moved.add_(into[begin:end]))
+                if into.dtype == torch.float32:
+                    into[begin:end].add_(moved)
+                else:
+                    into[begin:end].copy_(moved.add_(into[begin:end]))
 
     @torch.no_grad()
     def image(self, values: Tensor) -> Tensor:
@@ -132,11 +135,8 @@ class Gather:
     def encode(self) -> None:
         assert self._full is not None
         with self._axis.observer.coding("encode", self._label, self._axis.device, (self._row, self._mine.nbytes)):
-            values = self._mine
-            if self._coded.differs:
-                held = self._full.view(self._axis.size, -1)[self._axis.rank]
-                values = values.float() - held.float()
-            self._coded.encode(self.own, values)
+            held = self._full.view(self._axis.size, -1)[self._axis.rank] if self._coded.differs else None
+            self._coded.encode(self.own, self._mine, held=held)
 
     def start(self) -> Gather:
         self.encode()
@@ -263,15 +263,18 @@ class Reduce:
             out, mine, noise = into[elements], own[elements], self._coded.noise_at(before + elements.start)
             for begin, end in _chunks(out):
                 total, piece = (torch.empty(end - begin, dtype=wide, device=out.device) for _ in range(2))
+                found = total
                 for rank, message in enumerate(messages):
                     here = piece if rank else total
                     if message is None:
-                        here.copy_(mine[begin:end])
+                        here = mine[begin:end].to(wide)
                     else:
                         self._coded.codec.decode_into(here, message[codes], begin, noise)
-                    if rank:
-                        total.add_(piece)
-                out[begin:end].copy_(total if self._factor == 1.0 else total.mul_(self._factor))
+                    found = torch.add(found, here, out=total) if rank else here
+                if out.dtype == wide:
+                    torch.mul(found, self._factor, out=out[begin:end])
+                else:
+                    out[begin:end].copy_(found * self._factor)
 
 
 def _chunk_numel(flat: Tensor) -> int:

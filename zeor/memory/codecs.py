@@ -1,4 +1,4 @@
-"""Codecs: how floating numbers travel in fewer bytes. bf16, and four formats in blocks with one scale each.
+"""Codecs: how floating numbers travel in fewer bytes. bf16, and five formats in blocks with one scale each.
 
 A message is bytes: the codes of all blocks, then the scales of all blocks. Encoding and decoding are functions of the
 values and (for rounding by chance) of a key and the elements' places, in one order of plain operations: every device
@@ -14,6 +14,7 @@ A block is BLOCK elements; the last one of a message is filled up with zeros. Wi
     format     L      codes                            bytes of n elements    error (nearest; twice as much by chance)
     int8       127    whole numbers                    130 ceil(n / 128)      unit / 2
     int4       7      whole numbers                    66 ceil(n / 128)       unit / 2
+    int2       2      -3/2, -1/2, 1/2, 3/2             34 ceil(n / 128)       unit / 2
     fp8_e4m3   448    torch's float8_e4m3fn            130 ceil(n / 128)      |x| / 16, at least unit / 2**10
     fp8_e5m2   57344  torch's float8_e5m2              130 ceil(n / 128)      |x| / 8, at least unit / 2**17
     bf16              the upper half of fp32           2 n                    |x| / 256
@@ -22,6 +23,11 @@ where unit <= 1.008 max|x| / L. A block that holds an inf, a NaN or more than 2*
 rotated numbers) decodes to NaN as a whole: nothing that is not finite turns into a number. One whose numbers are all
 below 2**-100 decodes to zeros. bf16 keeps inf and NaN where they are, and what is larger than all of its numbers
 becomes inf. float64 is rounded to fp32 first. `error_bound` says the bound of each element, rounding in fp32 included.
+
+int2 cuts [-max, max] into four cells of one unit and sends the middle of a cell, so nothing is off by more than a
+quarter of the largest, not even that one. It has no zero: a zero becomes unit / 2, unless its block is all zeros. So it
+is for differences alone (comm/wires.py): what is off is in the next one, and falls by four with each message, whatever
+lies in the block. It is never rounded by chance and never rotated.
 
 Note [Rotated]
 ~~~~~~~~~~~~~~
@@ -46,9 +52,10 @@ from zeor.memory.formats import BF16_NAN_BITS, cast_into
 from zeor.memory.noise import Noise, mix
 
 BLOCK = 128
-HALF = BLOCK // 2
+HALF, QUARTER = BLOCK // 2, BLOCK // 4
 TINY, HUGE = 2.0**-100, 2.0**126
 BLOCK_FORMATS = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+_LARGEST = {**BLOCK_FORMATS, "int2": 2.0}
 FLOATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _MANTISSA = {"fp8_e4m3": (3, 2.0**-9), "fp8_e5m2": (2, 2.0**-16)}  # bits of it, and the smallest number
 _SCALE_NBYTES = 2
@@ -85,20 +92,24 @@ class Codec:
 
     @property
     def _code_nbytes(self) -> int:
-        return HALF if self.format == "int4" else BLOCK
+        return {"int4": HALF, "int2": QUARTER}.get(self.format, BLOCK)
 
     @torch.no_grad()
-    def encode_into(self, message: Tensor, values: Tensor, noise: Noise | None = None) -> None:
+    def encode_into(
+        self, message: Tensor, values: Tensor, noise: Noise | None = None, held: Tensor | None = None
+    ) -> None:
         """Writes `values` (flat, of any floating dtype) into `message` (bytes, `nbytes` of them). `noise`: of their
-        places, where the codec rounds by chance."""
+        places, where the codec rounds by chance. `held`: of a format in blocks, what is taken off them first."""
         assert message.numel() == self.nbytes(values.numel())
         if self._kernels(values) is not None:
-            return self.encode_each(message.view(1, -1), values, noise)
+            return self.encode_each(message.view(1, -1), values, noise, held)
         if self.format == "bf16":
             return self._encode_bf16(message.view(torch.bfloat16), values, noise)
         codes, scales = self._apart(message)
         for begin, end in _chunks(values):
             part = values[begin:end].float()
+            if held is not None:
+                part = part - held[begin:end].float()
             if part.numel() % BLOCK:
                 part = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK))
             first, last = begin // BLOCK, (begin + part.numel()) // BLOCK
@@ -107,18 +118,18 @@ class Codec:
 
     def _encode_rows(self, codes: Tensor, scales: Tensor, rows: Tensor, noise: Noise | None) -> None:
         if self.rotates:
-            rows = _rotated(rows * _signs(rows.device))
-        low, high = torch.aminmax(rows, dim=1)
-        most = torch.maximum(high, -low)
-        unit = _units(most, BLOCK_FORMATS[self.format])
+            rows = _rotated(rows, _signs(rows.device))
+        unit = _units(rows.abs().amax(1), _LARGEST[self.format])
         # Its upper half, which is all there is of it: a cast may make another of the many NaNs.
         scales.view(torch.int16).copy_(unit.view(torch.int32).bitwise_right_shift(16))
         inverse = unit.reciprocal().nan_to_num_(nan=0.0, posinf=0.0)
-        scaled = rows * inverse.unsqueeze(1)
+        scaled = torch.mul(rows, inverse.unsqueeze(1), out=rows.new_empty(rows.shape))
         if scaled.device.type != "cpu" or not bool(unit.isfinite().all()):
             scaled.nan_to_num_(nan=0.0)  # of blocks that are NaN as a whole; a device is not waited for
-        largest = BLOCK_FORMATS[self.format]
-        if self.chance:
+        largest = _LARGEST[self.format]
+        if self.format == "int2":
+            scaled.floor_().clamp_(-largest, largest - 1)
+        elif self.chance:
             assert noise is not None
             fractions = noise.fractions(scaled.numel(), scaled.device).view(scaled.shape)
             self._round_by_chance(scaled, fractions).clamp_(-largest, largest)
@@ -139,8 +150,11 @@ class Codec:
             codes.view(FLOATS[self.format]).copy_(scaled)
         elif self.format == "int8":
             codes.view(torch.int8).copy_(scaled)
+        elif self.format == "int2":  # four in a byte, each 2 more than it is: element i, and above it i + 32, ...
+            low, high = (torch.add(*scaled[:, at : at + HALF].split(QUARTER, 1), alpha=4) for at in (0, HALF))
+            _as_bytes(codes, low.add_(high, alpha=16).add_(2 + 8 + 32 + 128 - 128))
         else:  # two in a byte, each 8 more than it is: element i of a block, and above it element i + 64
-            codes.copy_(torch.add(scaled[:, :HALF], scaled[:, HALF:], alpha=16).add_(8 + 16 * 8))
+            _as_bytes(codes, torch.add(scaled[:, :HALF], scaled[:, HALF:], alpha=16).add_(8 + 16 * 8 - 128))
 
     def _encode_bf16(self, codes: Tensor, values: Tensor, noise: Noise | None) -> None:
         for begin, end in _chunks(values):
@@ -180,29 +194,39 @@ class Codec:
                 part.copy_(rows.view(-1)[: part.numel()])
 
     def _decode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor) -> None:
-        unit = scales.float().mul_(1 / BLOCK if self.rotates else 1.0).unsqueeze(1)
+        unit = scales.float().unsqueeze(1)
         if self.format in FLOATS:
             rows.copy_(codes.view(FLOATS[self.format]))
         elif self.format == "int8":
             rows.copy_(codes.view(torch.int8))
+        elif self.format == "int2":
+            for number, part in enumerate(rows.split(QUARTER, 1)):
+                part.copy_((codes >> 2 * number) & 3)
+            rows.sub_(1.5)
         else:
             rows[:, :HALF].copy_(codes & 15)
             rows[:, HALF:].copy_(codes >> 4)
             rows.sub_(8)
-        rows.mul_(unit)
         if self.rotates:
-            torch.mul(_rotated(rows), _signs(rows.device), out=rows)
+            torch.mul(_rotated(rows, unit.mul_(1 / BLOCK)), _signs(rows.device), out=rows)
+        else:
+            rows.mul_(unit)
 
     # ---- several messages at a time, of as many elements each: a device is given one operation for all
 
     @torch.no_grad()
-    def encode_each(self, messages: Tensor, values: Tensor, noise: Noise | None = None) -> None:
-        """`values`: of one message after the other, as `noise` counts them."""
+    def encode_each(
+        self, messages: Tensor, values: Tensor, noise: Noise | None = None, held: Tensor | None = None
+    ) -> None:
+        """`values`, and what is `held` of them: of one message after the other, as `noise` counts them."""
+        if held is not None and values.device.type != "cpu":
+            values, held = values.float() - held.float(), None
         if (kernels := self._kernels(values)) is None:
             length = values.numel() // max(1, len(messages))
             for number, message in enumerate(messages):
-                begin = number * length
-                self.encode_into(message, values[begin : begin + length], noise and noise.beyond(begin))
+                at = slice(number * length, (number + 1) * length)
+                told = None if held is None else held[at]
+                self.encode_into(message, values[at], noise and noise.beyond(at.start), told)
             return
         codes, scales = self._each_apart(messages)
         base = noise.word(0) if noise is not None and self.chance else None
@@ -237,7 +261,7 @@ class Codec:
 
     def _kernels(self, values: Tensor) -> Any:
         """The fused kernels (triton_codecs.py), where they do what the plain operations here do; else None."""
-        if values.device.type != "cuda" or values.dtype == torch.float64:
+        if values.device.type != "cuda" or values.dtype == torch.float64 or self.format == "int2":
             return None
         return _triton_codecs(values.device) if values.is_contiguous() else None
 
@@ -261,10 +285,10 @@ class Codec:
         rows = torch.nn.functional.pad(exact.float(), (0, -exact.numel() % BLOCK)).view(-1, BLOCK)
         size, seen = rows.double().abs().sum(1, keepdim=True) * 2.0**-18, rows
         if self.rotates:
-            seen = _rotated(rows * _signs(rows.device))
+            seen = _rotated(rows, _signs(rows.device))
         seen, rows = seen.double(), rows.double()
         most = seen.abs().amax(1, keepdim=True)
-        unit = most * (1 + 2.0**-6.9) / BLOCK_FORMATS[self.format]
+        unit = most * (1 + 2.0**-6.9) / _LARGEST[self.format]
         half = 1.0 if self.chance else 0.5
         if self.format in FLOATS:
             bits, least = _MANTISSA[self.format]
@@ -278,6 +302,12 @@ class Codec:
         return error.reshape(-1)[: exact.numel()] + rounding
 
 
+def _as_bytes(codes: Tensor, less: Tensor) -> None:
+    """Of whole numbers from -128 to 127 those that are 128 more. A host casts to signed bytes much faster."""
+    codes.view(torch.int8).copy_(less)
+    codes.bitwise_xor_(128)
+
+
 def _units(most: Tensor, largest: float) -> Tensor:
     """See Note [Codes in blocks]. By a product: a division by a number is not the same on every device."""
     bits = (most * (1 / largest)).view(torch.int32)
@@ -286,14 +316,19 @@ def _units(most: Tensor, largest: float) -> Tensor:
     return torch.where(most <= HUGE, unit, torch.nan)  # NaN is not less either
 
 
-def _rotated(rows: Tensor) -> Tensor:
-    """See Note [Rotated]."""
+def _rotated(rows: Tensor, times: Tensor) -> Tensor:
+    """Of rows * times; see Note [Rotated]. Meanwhile numbers of one place lie side by side, which a host adds up faster
+    than neighbours; so they do in what is returned."""
+    count = rows.shape[0]
+    here, there = rows.new_empty(2, BLOCK, count).unbind()
+    torch.mul(rows, times, out=here.t())
     distance = 1
     while distance < BLOCK:
-        pairs = rows.view(-1, BLOCK // (2 * distance), 2, distance)
-        rows = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2)
-        distance *= 2
-    return rows.view(-1, BLOCK)
+        pairs, into = (each.view(BLOCK // (2 * distance), 2, distance * count) for each in (here, there))
+        torch.add(pairs[:, 0], pairs[:, 1], out=into[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=into[:, 1])
+        here, there, distance = there, here, 2 * distance
+    return here.t()
 
 
 @lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ from zeor.memory import sparse
 from zeor.memory.codecs import BLOCK_FORMATS, Codec, Encoding
 from zeor.memory.lowrank import LowRank
 from zeor.memory.roles import Sizes, table_of
-from zeor.plan import Plan, PowerSGD, RandomK, Sign, TopK, Wire
+from zeor.plan import DIFFERENCES, Plan, PowerSGD, RandomK, Sign, TopK, Wire
 from zeor.spec.keys import LaneKey
 
 ByAxis = tuple[Codec | None, Codec | None]  # (inside, across)
@@ -48,7 +48,7 @@ EXACT = LaneWires()
 
 def differs(codec: Encoding) -> bool:
     """Of weights: what travels is the difference to what the receivers hold."""
-    return isinstance(codec, Codec) and codec.format == "int4"
+    return isinstance(codec, Codec) and codec.format in DIFFERENCES
 
 
 def lane_wires(key: LaneKey, wire: Wire | None, layout: LaneLayout, grid: Grid) -> LaneWires:
@@ -140,9 +140,9 @@ def check_wire(plan: Plan, sizes: Sizes) -> None:
         )
     cut = table_of(plan.stages)
     both = cut.cut("update") - cut.cut("compute") >= {0, 1} and min(sizes) > 1
-    if both and wire.gather == "int4":
+    if both and wire.gather in DIFFERENCES:
         raise ValueError(
-            "Wire.gather='int4' sends weights as differences, which is for the first of the axes that they travel "
-            f"along, and at stages {plan.stages} they travel across and then inside; give across='int4' with another "
-            "gather=, such as 'int8'."
+            f"Wire.gather={wire.gather!r} sends weights as differences, which is for the first of the axes that they "
+            f"travel along, and at stages {plan.stages} they travel across and then inside; give it to across= with "
+            "another gather=, such as 'int8'."
         )
