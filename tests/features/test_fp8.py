@@ -25,7 +25,7 @@ import zeor
 from tests.covering import PAIRS
 from tests.loops import assert_equal
 from zeor.access.sharded import state_of
-from zeor.features import fp8
+from zeor.features import fp8, products
 from zeor.memory import device as devices
 from zeor.plan import Plan
 from zeor.step import coded
@@ -240,6 +240,28 @@ def test_recompute_compile_accumulation_and_offload_keep_the_bits(ranks, select)
     factors = {name: [repr(value) for value in values] for name, values in FACTORS.items()}  # rows are hashed
     rows = [{name: ast.literal_eval(value) for name, value in row.items()} for row in select(factors)]
     assert ranks(_with_others, 2, rows, timeout=280)[0] == len(rows) > 7
+
+
+def _products(recompute):
+    """With every product worth keeping: how many ran, too."""
+    products.LEAST_INNER, before = 1, products.LEAST_INNER
+    try:
+        with products.Counted() as run:
+            found = train(as_fp8(), stage=3, recompute=recompute)
+        return found, run.count
+    finally:
+        products.LEAST_INNER = before
+
+
+def _with_products():
+    (known, again), (found, fewer) = _products(True), _products("products")
+    assert_same(found, known, "products")
+    return again - fewer
+
+
+def test_products_by_codes_are_kept_where_the_rest_is_computed_again(ranks):
+    # Of three blocks all five linears, as the last one's result goes into a sigmoid; from the second step on.
+    assert ranks(_with_products, 2)[0] == 3 * 5 * (STEPS - 1)
 
 
 def _matrix_optimizer():
