@@ -171,7 +171,7 @@ def test_where_all_units_keep_their_activations_a_step_is_as_without_recomputati
     assert plain.device_peak <= auto.device_peak <= plain.device_peak + a_unit
 
 
-ROOM = 256  # wide enough for a product to be worth keeping
+WIDE, ROWS = 256, 8192  # wide enough for a product to be worth keeping, and activations larger than all else
 
 
 class Deep(nn.Module):
@@ -179,21 +179,21 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Linear(ROOM, ROOM, bias=False) for _ in range(2))
+        self.first, self.second = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.relu(self.first(x)).tanh())
 
 
 def test_products_are_kept_first_and_then_all_as_memory_grows() -> None:
-    product = 2.0 * BATCH * ROOM * ROOM
+    product = 2.0 * ROWS * WIDE * WIDE
     machine = replace(MACHINE, products=product, products32=product)
     with torch.device("meta"):
         model = nn.Sequential(*[Deep() for _ in range(UNITS)])
 
     def foreseen(recompute: Any, limit: int = 1 << 40) -> zeor.Prediction:
         memory = int(limit / (1 - HOLES)) + 1 + CONTEXT_NBYTES
-        inputs = torch.empty(BATCH, ROOM, device="meta")
+        inputs = torch.empty(ROWS, WIDE, device="meta")
         gpu = replace(machine, memory=memory)
         return zeor.predict(model, inputs=inputs, units=[Deep], gpu=gpu, recompute=recompute)
 
@@ -201,7 +201,7 @@ def test_products_are_kept_first_and_then_all_as_memory_grows() -> None:
     assert plain.time is not None and products.time is not None and again.time is not None
     assert products.time.seconds == pytest.approx(plain.time.seconds)
     assert again.time.seconds == pytest.approx(plain.time.seconds + UNITS)
-    a_product = BATCH * ROOM * 4
+    a_product = ROWS * WIDE * 4
     assert again.device_peak < products.device_peak < plain.device_peak
     limits = range(again.device_peak, plain.device_peak + 3 * a_product, a_product)
     found = [foreseen("auto", limit) for limit in limits]

@@ -247,8 +247,11 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Into a CUDA graph, which would be replayed without what is kept."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Into a graph of the device's, which would be replayed without what is kept."""
+    if device.type == "cpu":
+        return False
+    asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
 
 
 def _tensors(tree: Any) -> list[Tensor]:
