@@ -1,8 +1,9 @@
 """A step's time and what it keeps for backward by level of recomputation, side by side in one process on CPU.
 
 The same decoder is sharded once per level (stage 3, one rank, fp32); rounds of one step each take turns, so that what
-else the machine does falls on all alike. Kept bytes are counted by storage between forward and backward: what
-operations of forward have made and somebody holds, parameters left out. Ratios are to recompute=False.
+else the machine does falls on all alike. Seconds are the processor's, of one thread. Kept bytes are counted by storage
+between forward and backward: what operations of forward have made and somebody holds, parameters left out. Ratios are
+to recompute=False.
 
     python -m benchmarks.recompute_levels --out benchmarks/results/recompute_levels.json
 """
@@ -10,6 +11,7 @@ operations of forward have made and somebody holds, parameters left out. Ratios 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -21,6 +23,7 @@ import torch
 import zeor
 from benchmarks.decoder import Block, Shape, build, loss_of, random_batch
 from zeor.features.keeping import Alive
+from zeor.features.products import Products
 
 LEVELS: dict[str, Any] = {"nothing recomputed": False, "products": "products", "blocks": True}
 # Said before the first run, from operations and tensors of a block: (time, bytes) beside recompute=False.
@@ -38,11 +41,11 @@ class Run:
         self.seconds: list[tuple[float, float]] = []
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        begun = time.perf_counter()
+        begun = time.process_time()
         loss = loss_of(self.model, tokens, targets)
-        middle = time.perf_counter()
+        middle = time.process_time()
         loss.backward()
-        over = time.perf_counter()
+        over = time.process_time()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds.append((middle - begun, over - middle))
@@ -85,20 +88,36 @@ def measure(shape: Shape, batch: int, tokens: int, rounds: int) -> dict[str, Any
     return {"levels": found, "same_losses": len({tuple(each) for each in losses.values()}) == 1}
 
 
+def microseconds_per_operation(rounds: int = 9, count: int = 2_000) -> dict[str, float]:
+    """That the host takes for an operation on a tiny tensor, alone and seen by what keeps products; medians."""
+    x, seen = torch.zeros(4), Products(torch.device("cpu"), 1)
+    found: dict[str, list[float]] = {"plain": [], "seen": []}
+    for _ in range(rounds):
+        for name, inside in (("plain", contextlib.nullcontext()), ("seen", seen.hands())):
+            with inside:
+                begun = time.process_time()
+                for _ in range(count):
+                    x.add(1.0)
+                found[name].append((time.process_time() - begun) / count * 1e6)
+    return {name: round(statistics.median(each), 2) for name, each in found.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layers", type=int, default=4)
-    add("--width", type=int, default=768)
-    add("--heads", type=int, default=12)
+    add("--layers", type=int, default=3)
+    add("--width", type=int, default=512)
+    add("--heads", type=int, default=8)
     add("--batch", type=int, default=2)
-    add("--tokens", type=int, default=512)
-    add("--rounds", type=int, default=9)
+    add("--tokens", type=int, default=256)
+    add("--rounds", type=int, default=7)
     add("--date", default="")
     add("--out")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     shape = Shape(options.layers, options.width, options.heads, vocabulary=2_048, positions=options.tokens)
     found = measure(shape, options.batch, options.tokens, options.rounds)
+    found["microseconds_per_operation"] = microseconds_per_operation()
     found = {
         "command": "python -m benchmarks.recompute_levels " + " ".join(sys.argv[1:]),
         "date": options.date, "torch": torch.__version__, "threads": torch.get_num_threads(),
@@ -107,6 +126,7 @@ def main() -> int:
     for name, each in found["levels"].items():
         print(f"{name:20} {each['both_s']:7.3f} s x{each['time_ratio']:.3f}   "
               f"{each['kept_nbytes'] / 2**20:8.1f} MiB x{each['bytes_ratio']:.3f}")  # fmt: skip
+    print(found["microseconds_per_operation"])
     print("the same losses" if found["same_losses"] else "OTHER LOSSES")
     if options.out:
         with open(options.out, "w") as file:
