@@ -23,9 +23,11 @@ from torch.nn import functional as F
 
 import zeor
 from tests.covering import PAIRS
+from tests.every_product import every_product
 from tests.loops import assert_equal
 from zeor.access.sharded import state_of
-from zeor.features import fp8, products
+from zeor.features import fp8
+from zeor.features.products import Counted
 from zeor.memory import device as devices
 from zeor.plan import Plan
 from zeor.step import coded
@@ -242,15 +244,12 @@ def test_recompute_compile_accumulation_and_offload_keep_the_bits(ranks, select)
     assert ranks(_with_others, 2, rows, timeout=280)[0] == len(rows) > 7
 
 
+@every_product()
 def _products(recompute):
-    """With every product worth keeping: how many ran, too."""
-    products.LEAST_INNER, before = 1, products.LEAST_INNER
-    try:
-        with products.Counted() as run:
-            found = train(as_fp8(), stage=3, recompute=recompute)
-        return found, run.count
-    finally:
-        products.LEAST_INNER = before
+    """How many ran, too."""
+    with Counted() as run:
+        found = train(as_fp8(), stage=3, recompute=recompute)
+    return found, run.count
 
 
 def _with_products():

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeor
+from tests.every_product import every_product
 from zeor import api
-from zeor.features import keeping, products
+from zeor.features import keeping
 from zeor.features.keeping import Alive
 from zeor.features.levels import Interval, Kept, Need
 from zeor.features.products import Counted
@@ -183,19 +184,16 @@ PRODUCTS_KEEP = 4 * (2 * ROWS * WIDTH + ROWS * WIDTH)
 MIDDLE = Need(BLOCK_KEEPS, PRODUCTS_KEEP)
 
 
+@every_product()
 def middle(kept_by_rank, **setting):
     """By rank: for what there is room. Needs; how often blocks are computed, and how many products run, in the last
     step."""
     setting.setdefault("stage", 3)
     needs = [MIDDLE] * BLOCKS
     room = int(kept_by_rank[dist.get_rank()].nbytes(needs) / keeping.HOST_SHARE) + 1
-    products.LEAST_INNER, before = 1, products.LEAST_INNER
-    try:
-        found = train(recompute="auto", room=room, **setting)
-        same(found, train(recompute=True, **setting))
-        return found[3], found[2][-1], found[4] - train(recompute=False, **setting)[4]
-    finally:
-        products.LEAST_INNER = before
+    found = train(recompute="auto", room=room, **setting)
+    same(found, train(recompute=True, **setting))
+    return found[3], found[2][-1], found[4] - train(recompute=False, **setting)[4]
 
 
 def test_the_last_calls_keep_their_products_where_there_is_no_room_for_more(ranks):

@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeor
+from tests.every_product import every_product
 from tests.loops import assert_equal, values
 from zeor.access.sharded import state_of
-from zeor.features import keeping, products
+from zeor.features import keeping
 from zeor.features.own_checkpoints import frame_on_top
 from zeor.features.products import Counted
 from zeor.features.recompute import AutoRecompute
@@ -174,25 +175,22 @@ def test_no_more_than_fits(ranks, reentrant):
     ranks(limited, 1, reentrant)
 
 
+@every_product()
 def with_products(how):
     """Room for the products of all calls, and for no more."""
-    products.LEAST_INNER, before = 1, products.LEAST_INNER
-    try:
-        _, _, _, needs = train(3, "auto", False, how)
+    needs = train(3, "auto", False, how)[3]
+    gc.collect()
+    assert all(0 < need.products < need.whole for need in needs), needs
+    room = int(sum(need.products for need in needs) / keeping.HOST_SHARE) + 1
+    run = []
+    for recompute in (False, "auto"):
+        with Counted() as counted:
+            run.append((train(3, recompute, False, how, room=room), counted))
         gc.collect()
-        assert all(0 < need.products < need.whole for need in needs), needs
-        room = int(sum(need.products for need in needs) / keeping.HOST_SHARE) + 1
-        run = []
-        for recompute in (False, "auto"):
-            with Counted() as counted:
-                run.append((train(3, recompute, False, how, room=room, micro=1), counted.count))
-            gc.collect()
-    finally:
-        products.LEAST_INNER = before
     (wanted, again), (found, fewer) = run
     assert found[0] == wanted[0] and found[2] == wanted[2] == [TWICE] * STEPS
     assert_equal(found[1], wanted[1])
-    return again - fewer
+    return again.count - fewer.count
 
 
 @pytest.mark.parametrize("how", ["two blocks", "more behind"])
