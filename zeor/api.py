@@ -154,9 +154,11 @@ def shard(  # noqa: PLR0913 (public: each option is a keyword)
     keep_whole=1024  parameters of at most so many elements (a temperature, a bias) stay whole on every rank at stage 3
                      too, so that they can be read and written anywhere; 0: none.
     recompute=False  True: units keep only their inputs for backward, which computes the rest again (about a third more
-                     time, the same bits); units of a single layer are left out. "auto": as many of them as memory has
-                     room for keep what they computed, from the fourth step on. "offload": these inputs rest in host
-                     memory meanwhile. Or a list of modules or classes to do so for, with "offload" among them or not.
+                     time, the same bits); units of a single layer are left out. "products": the results of products and
+                     attention are kept too, and only what is cheap is computed again. "auto": as many units as memory
+                     has room for keep their products, then all they computed, from the fourth step on. "offload":
+                     inputs rest in host memory meanwhile. Or a list of modules or classes to do so for, which may hold
+                     "products" or "offload" too.
     compile=False    True: torch.compile compiles each block, in place; what is compiled already stays. A dict gives it
                      options. Graph breaks, and graphs that are made late, are told once.
     wire=None        in which format tensors travel between ranks: "bf16", "fp8", "int8" or "int4", both ways, or a

@@ -516,7 +516,7 @@ class Plan:
     moments: str = "exact"
     release: bool = False
     delay: int = 0
-    recompute: Any = False  # or True, "auto", "offload", or a tuple of classes, modules and perhaps "offload"
+    recompute: Any = False  # or True, "auto", "products", "offload"; or classes and modules, with one of the last two
     compile: Any = False  # or options of torch.compile; parse() makes {} of True
     paths: str = "auto"
     keep_whole: int = 0  # parse() gives it KEEP_WHOLE; a drop-in knows no modules and keeps what the user has
@@ -584,13 +584,18 @@ class Plan:
     def _check_recompute(self) -> None:
         wanted = self.recompute
         if isinstance(wanted, tuple):  # modules and classes can be called; this file knows no more of them
-            fits = bool(wanted) and all(each == "offload" or callable(each) for each in wanted)
+            fits = bool(wanted) and all(each in ("offload", "products") or callable(each) for each in wanted)
         else:
-            fits = wanted is True or wanted is False or wanted in ("auto", "offload")
+            fits = wanted is True or wanted is False or wanted in ("auto", "offload", "products")
         if not fits:
             raise ValueError(
-                f"recompute={wanted!r} is not known; use False, True, 'auto', 'offload', or a list of modules or "
-                "module classes, which may hold 'offload' too."
+                f"recompute={wanted!r} is not known; use False, True, 'auto', 'products', 'offload', or a list of "
+                "modules or module classes, which may hold 'products' or 'offload' too."
+            )
+        if isinstance(wanted, tuple) and "offload" in wanted and "products" in wanted:
+            raise ValueError(
+                "recompute= names both 'offload', for inputs that leave the device, and 'products', for more that "
+                "stays on it; leave one of them out."
             )
 
     def _check_update(self) -> None:

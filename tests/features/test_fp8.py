@@ -23,9 +23,11 @@ from torch.nn import functional as F
 
 import zeor
 from tests.covering import PAIRS
+from tests.every_product import every_product
 from tests.loops import assert_equal
 from zeor.access.sharded import state_of
 from zeor.features import fp8
+from zeor.features.products import Counted
 from zeor.memory import device as devices
 from zeor.plan import Plan
 from zeor.step import coded
@@ -240,6 +242,25 @@ def test_recompute_compile_accumulation_and_offload_keep_the_bits(ranks, select)
     factors = {name: [repr(value) for value in values] for name, values in FACTORS.items()}  # rows are hashed
     rows = [{name: ast.literal_eval(value) for name, value in row.items()} for row in select(factors)]
     assert ranks(_with_others, 2, rows, timeout=280)[0] == len(rows) > 7
+
+
+@every_product()
+def _products(recompute):
+    """How many ran, too."""
+    with Counted() as run:
+        found = train(as_fp8(), stage=3, recompute=recompute)
+    return found, run.count
+
+
+def _with_products():
+    (known, again), (found, fewer) = _products(True), _products("products")
+    assert_same(found, known, "products")
+    return again - fewer
+
+
+def test_products_by_codes_are_kept_where_the_rest_is_computed_again(ranks):
+    # Of three blocks all five linears, as the last one's result goes into a sigmoid; from the second step on.
+    assert ranks(_with_products, 2)[0] == 3 * 5 * (STEPS - 1)
 
 
 def _matrix_optimizer():

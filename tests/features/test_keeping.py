@@ -1,7 +1,8 @@
 """recompute="auto": what fits, what a recomputation would keep, and that bits do not depend on it.
 
 `Net` counts how often each block is computed. Three steps compute everything twice (one makes the state, one is
-measured, in one ranks agree); from the fourth on what is kept is computed once.
+measured, in one ranks agree); from the fourth on what is kept is computed once. Products here are too narrow to be
+kept apart, save where a test says so.
 """
 
 from __future__ import annotations
@@ -9,62 +10,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeor
+from tests.every_product import every_product
 from zeor import api
 from zeor.features import keeping
-from zeor.features.keeping import Alive, Interval, choose, expected_nbytes
+from zeor.features.keeping import Alive
+from zeor.features.levels import Interval, Kept, Need
+from zeor.features.products import Counted
 from zeor.features.recompute import AutoRecompute
 
 WIDTH, ROWS, BLOCKS, STEPS = 8, 4, 4, 7
 # In fp32: what tanh made, dropout's mask, and dropout's input, alive when torch ends the recomputation at the mask.
 BLOCK_KEEPS = 4 * (2 * ROWS * WIDTH + ROWS * WIDTH + ROWS * WIDTH)
-
-
-# ---- the decision
-
-
-def chain(needs, rest):
-    """What one backward over calls in a row measures where `rest` bytes are in use beside."""
-    total = len(needs)
-    peaks = [Interval(rest, frozenset(range(total)))]
-    for call in reversed(range(total)):
-        peaks.append(Interval(rest + needs[call], frozenset(range(call))))
-    return peaks
-
-
-def test_what_is_kept_is_what_is_left_of_the_memory():
-    needs = [10, 10, 10, 10]
-    # The last to be computed again is measured with its own bytes: those of a kept one are the same.
-    assert [choose(needs, chain(needs, 5), limit) for limit in (0, 14, 15, 25, 34, 35, 44, 45, 100)] == [
-        0, 0, 1, 2, 2, 3, 3, 4, 4,
-    ]  # fmt: skip
-
-
-def test_gradients_take_the_place_of_the_last_calls_activations():
-    """At the end of backward the peak is high, and by then what the last calls kept is free again."""
-    needs = [10, 10, 10]
-    peaks = [Interval(0, frozenset({0, 1, 2})), Interval(50, frozenset({0})), Interval(60, frozenset())]
-    assert [choose(needs, peaks, limit) for limit in (59, 60, 69)] == [0, 3, 3]
-    assert choose(needs, [*peaks, Interval(60, frozenset({0}))], 69) == 2
-
-
-@given(
-    st.lists(st.integers(0, 9), max_size=6),
-    st.lists(st.tuples(st.integers(0, 50), st.sets(st.integers(0, 5))), max_size=8),
-    st.integers(0, 80),
-)
-def test_the_most_that_stay_within_the_limit(needs, measured, limit):
-    peaks = [Interval(peak, frozenset(calls)) for peak, calls in measured]
-    count, total = choose(needs, peaks, limit), len(needs)
-    if count:
-        assert expected_nbytes(needs, peaks, range(total - count, total)) <= limit
-    for more in range(count + 1, total + 1):
-        assert expected_nbytes(needs, peaks, range(total - more, total)) > limit
 
 
 # ---- what is measured on a host
@@ -126,13 +86,14 @@ def train(stage, recompute, room=None, rows=(ROWS,) * STEPS, micro=1, together=F
             for block in model.blocks:
                 block.calls = 0
             parts = []
-            for part in range(micro):
-                seed = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
-                parts.append(model(torch.randn(rows[step], 3, generator=seed)).square().mean())
-                if not together:
-                    parts[-1].backward()
-            for loss in parts if together else ():
-                loss.backward()
+            with Counted() as run:
+                for part in range(micro):
+                    seed = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
+                    parts.append(model(torch.randn(rows[step], 3, generator=seed)).square().mean())
+                    if not together:
+                        parts[-1].backward()
+                for loss in parts if together else ():
+                    loss.backward()
             losses += [loss.item() for loss in parts]
             optimizer.step()
             optimizer.zero_grad()
@@ -142,7 +103,7 @@ def train(stage, recompute, room=None, rows=(ROWS,) * STEPS, micro=1, together=F
     found = api._state(model).engine.find(AutoRecompute)
     needs = [] if found is None else list(found.keeping._needs)
     with zeor.full_params(model):
-        return losses, [param.detach().clone() for param in model.parameters()], calls, needs
+        return losses, [param.detach().clone() for param in model.parameters()], calls, needs, run.count
 
 
 def same(found, wanted):
@@ -165,7 +126,7 @@ def compare(setting):
         each_step = [2 * micro, 2 * micro, 2 * micro - saved, *[micro] * (STEPS - 3)]
         assert found[2] == [[times * each for each in once] for times in each_step], (stage, found[2])
         assert len(found[3]) == (micro if setting.get("together") else 1) * sum(once)
-        assert set(found[3]) == {BLOCK_KEEPS}, (found[3], BLOCK_KEEPS)
+        assert set(found[3]) == {Need(BLOCK_KEEPS, 0)}, (found[3], BLOCK_KEEPS)
 
 
 def test_bits_are_those_of_computing_everything_again_and_what_fits_is_computed_once(ranks):
@@ -215,6 +176,47 @@ def larger():
     return found[2][3:]
 
 
+# ---- products
+
+
+# The results of both products: that of the second goes into dropout, whose mask comes last.
+PRODUCTS_KEEP = 4 * (2 * ROWS * WIDTH + ROWS * WIDTH)
+MIDDLE = Need(BLOCK_KEEPS, PRODUCTS_KEEP)
+
+
+@every_product()
+def middle(kept_by_rank, **setting):
+    """By rank: for what there is room. Needs; how often blocks are computed, and how many products run, in the last
+    step."""
+    setting.setdefault("stage", 3)
+    needs = [MIDDLE] * BLOCKS
+    room = int(kept_by_rank[dist.get_rank()].nbytes(needs) / keeping.HOST_SHARE) + 1
+    found = train(recompute="auto", room=room, **setting)
+    same(found, train(recompute=True, **setting))
+    return found[3], found[2][-1], found[4] - train(recompute=False, **setting)[4]
+
+
+def test_the_last_calls_keep_their_products_where_there_is_no_room_for_more(ranks):
+    for stage, world in [(0, 1), (1, 2), (2, 2), (3, 1), (3, 2)]:
+        needs, calls, more = ranks(middle, world, [Kept(3, 0)] * 2, stage=stage)[0]
+        assert needs == [MIDDLE] * BLOCKS
+        assert (calls, more) == (ALL_TWICE, 2)  # the first block's
+
+
+def test_ranks_agree_on_both_numbers(ranks):
+    room = [Kept(BLOCKS, 1), Kept(BLOCKS, 2)]
+    assert [each[1:] for each in ranks(middle, 2, room)] == [([2] * (BLOCKS - 1) + [1], 0)] * 2
+    room = [Kept(BLOCKS, 3), Kept(2, 0)]
+    assert [each[1:] for each in ranks(middle, 2, room)] == [(ALL_TWICE, 2 * (BLOCKS - 2))] * 2
+
+
+def test_products_of_several_micro_batches_and_of_frozen_parts(ranks):
+    frozen = ranks(middle, 2, [Kept(BLOCKS - 1, 0)] * 2, net={"frozen": True})[0]
+    assert frozen[1:] == ([1] + [2] * (BLOCKS - 1), 0)
+    micro = ranks(middle, 2, [Kept(BLOCKS, 0)] * 2, micro=2)[0]
+    assert micro[1:] == ([4] * BLOCKS, 0)
+
+
 def test_larger_inputs_are_computed_again_and_measured_once(ranks):
     first, second = ranks(larger, 2)
     assert first == [ALL_ONCE, ALL_TWICE, ALL_ONCE, ALL_ONCE]
@@ -248,7 +250,7 @@ class Played:
 
 def played(needs, total, budget=None):
     made = keeping.Keeping(torch.device("cpu"), budget)
-    made._memory, made._needs = Played(total), list(needs)
+    made._memory, made._needs = Played(total), [need if isinstance(need, Need) else Need(need, need) for need in needs]
     made._measured_shapes = [{()} for _ in needs]
     made._intervals, made._measures = [Interval(0, frozenset(range(len(needs))))], True
     made.end_step()
@@ -257,20 +259,30 @@ def played(needs, total, budget=None):
 
 def test_after_memory_ran_out_half_as_many_are_kept():
     made = played([10] * 8, 1000)
-    assert made._most == 8
+    assert made._most == (8, 8)
     for most in (4, 2, 1, 0, 0):
         made._memory.ooms += 1
         made.end_step()
-        assert made._most == most
+        assert made._most.products == most and made.kept_nbytes == 10 * most
     made.end_step()
-    assert made._most == 0
+    assert made.kept_nbytes == 0
+
+
+def test_after_memory_ran_out_products_are_the_last_to_go():
+    made = played([Need(10, 4)] * 8, 1000)
+    found = []
+    for _ in range(4):
+        found.append((made._most, made.kept_nbytes))
+        made._memory.ooms += 1
+        made.end_step()
+    assert found == [((8, 8), 80), ((8, 1), 38), ((4, 0), 16), ((2, 0), 8)]
 
 
 def test_a_budget_of_the_device_and_other_models_count():
     first = played([10] * 8, 1000, budget=int(41 / (1 - keeping.HOLES)))
-    assert first._most == 4 and first.kept_nbytes == 40
+    assert first._most.products == 4 and first.kept_nbytes == 40
     second = played([10] * 8, 1 + int(61 / (1 - keeping.HOLES)))
-    assert second._most == 2
+    assert second._most.products == 2
     second._measures = True
     first._measure()
     assert not first._measures
@@ -377,7 +389,8 @@ def compare_compiled(room, kept):
         assert counts == counted  # a trial changes no buffer
         late = [all_of if keeps else none for keeps, all_of, none in zip(kept, whole[0], again[0], strict=True)]
         assert saved == [again[0]] * 3 + [late] * (STEPS - 3), (stage, saved)
-        assert needs == PURE_KEEPS, needs
+        assert needs == [Need(each, each) for each in PURE_KEEPS], needs
+        assert train_compiled(stage, "products")[1] == [whole[0]] * STEPS  # the compiler's own choice
         # Two kinds of blocks, and two graphs of each: those for kept activations are there after the second step.
         assert graphs == [2, *[4] * (STEPS - 1)]
 

@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeor
+from tests.every_product import every_product
 from tests.loops import assert_equal, values
 from zeor.access.sharded import state_of
 from zeor.features import keeping
 from zeor.features.own_checkpoints import frame_on_top
+from zeor.features.products import Counted
 from zeor.features.recompute import AutoRecompute
 
 WIDTH, ROWS, BLOCKS, STEPS, EXACT_STEPS = 8, 4, 4, 6, 3
@@ -164,13 +166,36 @@ def limited(reentrant):
     """Room for two calls; what one keeps the first run has measured."""
     (need,) = set(train(3, "auto", reentrant)[3])
     gc.collect()  # what the first model keeps counts as long as it lives
-    room = int(2 * need / keeping.HOST_SHARE) + 1
+    room = int(2 * need.whole / keeping.HOST_SHARE) + 1
     compare(reentrant, (3,), [TWICE] * EXACT_STEPS + [[2, 2, 1, 1]] * (STEPS - EXACT_STEPS), room=room)
 
 
 @BOTH
 def test_no_more_than_fits(ranks, reentrant):
     ranks(limited, 1, reentrant)
+
+
+@every_product()
+def with_products(how):
+    """Room for the products of all calls, and for no more."""
+    needs = train(3, "auto", False, how)[3]
+    gc.collect()
+    assert all(0 < need.products < need.whole for need in needs), needs
+    room = int(sum(need.products for need in needs) / keeping.HOST_SHARE) + 1
+    run = []
+    for recompute in (False, "auto"):
+        with Counted() as counted:
+            run.append((train(3, recompute, False, how, room=room), counted))
+        gc.collect()
+    (wanted, again), (found, fewer) = run
+    assert found[0] == wanted[0] and found[2] == wanted[2] == [TWICE] * STEPS
+    assert_equal(found[1], wanted[1])
+    return again.count - fewer.count
+
+
+@pytest.mark.parametrize("how", ["two blocks", "more behind"])
+def test_a_checkpoint_that_is_not_reentrant_computes_its_blocks_again_with_their_products(ranks, how):
+    assert ranks(with_products, 2, how)[0] == LATER * BLOCKS * 2
 
 
 # ---- torch's own record of a checkpoint

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zeor
+from tests.every_product import every_product
 from tests.parity import pipes
 from tests.parity.pipes import BATCH, DIM, SCHEDULES, TIED, Block, Part, Piped, Piping, batch_of, loss_of, mesh_of
 from zeor.access.sharded import state_of
@@ -279,11 +280,13 @@ def test_evaluation_in_between_and_two_steps_of_the_schedule(ranks: Callable, sc
     ranks(loops, 4, schedule, keep)
 
 
+@every_product()
 def features(schedule: str) -> None:
     """Whatever is on inside a stage, the bits are the same."""
     mesh, wanted = mesh_of(2), None
     for stage, options in (
         (2, {}), (3, {"overlap": False}), (3, {"recompute": True}), (3, {"prefetch": 2}), (3, {"recompute": "offload"}),
+        (3, {"recompute": "products"}),
     ):  # fmt: skip
         run = Piped(Piping(schedule, stage, clip=True), mesh, **options)
         run.train(2)

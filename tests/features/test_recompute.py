@@ -17,10 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeor
+from tests.every_product import every_product
 from tests.loops import assert_equal, values
 from zeor.access.sharded import state_of
 from zeor.features import activations
-from zeor.features.recompute import Recompute
+from zeor.features.products import Counted
+from zeor.features.recompute import KeepsProducts, Recompute
 
 WIDTH, ROWS, STEPS = 6, 4, 3
 
@@ -62,12 +64,13 @@ class Net(nn.Module):
         return self.head(x) + extra
 
 
-def setup_offload():
+def setup_small():
     activations.LEAST_NBYTES, activations.BLOCK_NBYTES = 1, 1 << 12
 
 
 def recompute_of(model):
-    return state_of(model).engine.feature(Recompute)
+    found = state_of(model).engine
+    return found.find(Recompute) or found.feature(KeepsProducts)
 
 
 def nothing_is_out(shelf):
@@ -82,8 +85,9 @@ def batch(step):
     return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+@every_product()
 def train(stage, recompute, accumulate=1, precision=None, **net):
-    setup_offload()
+    setup_small()
     torch.manual_seed(5)
     model = Net(**net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -110,7 +114,7 @@ def train(stage, recompute, accumulate=1, precision=None, **net):
 def compare(**setting):
     for stage in (0, 1, 2, 3):
         losses, params, calls = train(stage, False, **setting)
-        for recompute in (True, "offload"):
+        for recompute in (True, "offload", "products"):
             again = train(stage, recompute, **setting)
             assert again[0] == losses, (stage, recompute)
             assert_equal(again[1], params)
@@ -140,7 +144,7 @@ def test_a_world_of_one(ranks):
 
 
 def made(recompute, units=None, stage=3, **net):
-    setup_offload()
+    setup_small()
     torch.manual_seed(5)
     return zeor.shard(Net(**net), stage=stage, units=units, recompute=recompute)
 
@@ -172,8 +176,14 @@ def test_modules_and_classes_can_be_named():
 
 @pytest.mark.parametrize("wrong", ["ofload", 1, None, [], [True], ["ofload"], ()])
 def test_what_is_not_known_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"recompute=.* is not known; use False, True, 'auto', 'offload', or a list"):
+    known = r"recompute=.* is not known; use False, True, 'auto', 'products', 'offload', or a list"
+    with pytest.raises(ValueError, match=known):
         zeor.shard(Net(), recompute=wrong)
+
+
+def test_products_that_stay_and_inputs_that_leave_are_not_asked_for_together():
+    with pytest.raises(ValueError, match=r"names both 'offload'.* and 'products'.*; leave one of them out"):
+        zeor.shard(Net(), recompute=[Block, "offload", "products"])
 
 
 def test_a_class_the_model_does_not_have_is_refused_before_anything_is_sharded():
@@ -212,6 +222,20 @@ def test_only_inputs_are_kept_and_with_offload_not_even_those():
     assert offloaded <= inputs - 3 * one_input + one_input  # the last block's output goes into the head
 
 
+def products_run(model, step):
+    with Counted() as run:
+        model(batch(step)).square().mean().backward()
+    return run.count
+
+
+@every_product()
+def test_with_products_kept_only_what_is_cheap_is_computed_again():
+    again, kept = made(True), made([Block, "products"])
+    assert chosen(kept) == chosen(again)
+    # Two products in each of three blocks; the second of a block is needed, as its result is scaled.
+    assert [products_run(again, step) - products_run(kept, step) for step in range(3)] == [0, 6, 6]
+
+
 def test_the_host_memory_of_a_step_is_used_again():
     model = made("offload")
     shelf = recompute_of(model).shelf
@@ -224,7 +248,7 @@ def test_the_host_memory_of_a_step_is_used_again():
 
 
 def test_a_part_larger_than_a_block_gets_a_larger_block():
-    setup_offload()
+    setup_small()
     shelf = activations.Shelf(torch.device("cpu"))
     parts = [shelf.cut(5000), shelf.cut(100), shelf.cut(20_000)]
     assert [part.bytes.numel() for part in parts] == [5120, 512, 20_480]
@@ -272,7 +296,7 @@ class Fails(nn.Module):
 
 
 def test_a_forward_that_raised_leaves_nothing_and_the_next_is_right():
-    setup_offload()
+    setup_small()
     results = []
     for recompute in (False, "offload"):
         torch.manual_seed(2)
@@ -296,14 +320,14 @@ class InPlace(Fails):
 
 
 def test_an_input_changed_in_place_is_refused():
-    setup_offload()
+    setup_small()
     model = zeor.shard(nn.Sequential(Fails(), InPlace(), InPlace()), recompute="offload")
     with pytest.raises(RuntimeError, match=r"of shape \(2, 6\), was changed in place in the unit or after it"):
         model(torch.ones(2, WIDTH)).sum().backward()
 
 
 def double_backward(recompute, stage):
-    setup_offload()
+    setup_small()
     torch.manual_seed(5)
     model = zeor.shard(Net().eval(), stage=stage, units=[Block], recompute=recompute)
     x = batch(0).requires_grad_()
@@ -334,18 +358,21 @@ def test_evaluation_is_left_alone():
     assert [block.calls for block in model.blocks] == [1, 1, 1] and recompute_of(model).shelf.nbytes == 0
 
 
+@every_product()
 def test_autocast_is_the_same_when_computed_again():
     grads = []
-    for recompute in (False, True, "offload"):
+    for recompute in (False, True, "offload", "products"):
         model = made(recompute, stage=1)
-        torch.manual_seed(1)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(batch(0)).float().square().mean()
-        loss.backward()
+        for _ in range(2):  # the second time products are kept
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch(0)).float().square().mean()
+            loss.backward()
         with zeor.full_params(model, grads=True):
             grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
-    assert_equal(grads[1], grads[0])
-    assert_equal(grads[2], grads[0])
+    for each in grads[1:]:
+        assert_equal(each, grads[0])
 
 
 def test_full_params_copies_and_unshard_see_the_users_forward():
@@ -395,7 +422,7 @@ class Checkpoints(Net):
 def own_checkpoints(reentrant, stage):
     found = []
     for recompute in (False, "offload"):
-        setup_offload()
+        setup_small()
         torch.manual_seed(5)
         model = zeor.shard(Checkpoints(reentrant), stage=stage, units=[Block], recompute=recompute)
         torch.manual_seed(6)
@@ -426,8 +453,9 @@ def language_model():
     return GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=3, n_head=2, vocab_size=50))
 
 
+@every_product()
 def train_language_model(recompute, own=False):
-    setup_offload()
+    setup_small()
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     zeor.shard(model, optimizer, stage=3, recompute=recompute)
@@ -450,7 +478,7 @@ def train_language_model(recompute, own=False):
 
 def compare_language_models():
     losses, params = train_language_model(False)
-    for recompute, own in [(True, False), ("offload", False), ("offload", True)]:
+    for recompute, own in [(True, False), ("offload", False), ("offload", True), ("products", True)]:
         again = train_language_model(recompute, own)
         assert again[0] == losses, (recompute, own)
         assert_equal(again[1], params)
@@ -487,7 +515,7 @@ class PureNet(nn.Module):
 
 
 def train_compiled(how, recompute, stage):
-    setup_offload()
+    setup_small()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(5)
@@ -556,7 +584,7 @@ class Stream:
 
 def played_shelf(monkeypatch):
     """A shelf that believes in streams, and what it did."""
-    setup_offload()
+    setup_small()
     log: list[str] = []
     shelf = activations.Shelf(torch.device("cpu"))
     monkeypatch.setattr(shelf, "_stream", Stream(log))

@@ -286,6 +286,7 @@ def refusals() -> dict[str, str]:
         "fp8": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], precision="fp8")),
         "compile": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], compile=True)),
         "recompute": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], recompute="auto")),
+        "products": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], recompute="products")),
         "wire": text_of(lambda: zeor.shard(model, mesh=mesh["dp"], wire="auto")),
         "drop-in": text_of(lambda: zeor.optim.SGD(model.parameters(), lr=0.1, mesh=mesh["dp"])),
     }
@@ -328,6 +329,7 @@ SAID = {
     "fp8": ["ValueError", "precision='fp8'", "use precision='bf16'"],
     "compile": ["ValueError", "compile= cannot trace", "leave it out"],
     "recompute": ["ValueError", "recompute='auto'", "'blocks.0.up.weight'", "recompute=True"],
+    "products": ["ValueError", "recompute='products'", "'blocks.0.up.weight'", "recompute=True"],
     "wire": ["ValueError", "wire='auto'", "'blocks.0.up.weight'", "name a format"],
     "wire later": ["ValueError", "zeor.set_wire", "began without a wire"],
     "drop-in": ["TypeError", "is a DTensor", "zeor.shard(model, optimizer, mesh=mesh['dp'])"],

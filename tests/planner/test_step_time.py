@@ -15,6 +15,7 @@ from tests.planner.test_peaks import RESULTS, decoder
 from zeor.memory.codecs import Codec
 from zeor.memory.coding_speed import speed_of
 from zeor.memory.device import default_device
+from zeor.planner.bytes import CONTEXT_NBYTES, HOLES
 from zeor.planner.machine import MACHINES
 from zeor.planner.step_time import StepTime
 from zeor.planner.work import CAST_NBYTES, Work, cost_of
@@ -168,6 +169,48 @@ def test_where_all_units_keep_their_activations_a_step_is_as_without_recomputati
     assert auto.time.seconds == pytest.approx(plain.time.seconds) and again.time.seconds > plain.time.seconds
     a_unit = 2 * BATCH * WIDTH * 4
     assert plain.device_peak <= auto.device_peak <= plain.device_peak + a_unit
+
+
+WIDE, ROWS = 256, 8192  # wide enough for a product to be worth keeping, and activations larger than all else
+
+
+class Deep(nn.Module):
+    """Backward reads what relu and tanh made; of its products the first is computed again, unless it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)).tanh())
+
+
+def test_products_are_kept_first_and_then_all_as_memory_grows() -> None:
+    product = 2.0 * ROWS * WIDE * WIDE
+    machine = replace(MACHINE, products=product, products32=product)
+    with torch.device("meta"):
+        model = nn.Sequential(*[Deep() for _ in range(UNITS)])
+
+    def foreseen(recompute: Any, limit: int = 1 << 40) -> zeor.Prediction:
+        memory = int(limit / (1 - HOLES)) + 1 + CONTEXT_NBYTES
+        inputs = torch.empty(ROWS, WIDE, device="meta")
+        gpu = replace(machine, memory=memory)
+        return zeor.predict(model, inputs=inputs, units=[Deep], gpu=gpu, recompute=recompute)
+
+    plain, products, again = (foreseen(each) for each in (False, "products", True))
+    assert plain.time is not None and products.time is not None and again.time is not None
+    assert products.time.seconds == pytest.approx(plain.time.seconds)
+    assert again.time.seconds == pytest.approx(plain.time.seconds + UNITS)
+    a_product = ROWS * WIDE * 4
+    assert again.device_peak < products.device_peak < plain.device_peak
+    limits = range(again.device_peak, plain.device_peak + 3 * a_product, a_product)
+    found = [foreseen("auto", limit) for limit in limits]
+    assert all(each.device_peak <= limit for each, limit in zip(found, limits))
+    kept = [(each.products + each.kept, each.kept) for each in found]
+    assert kept == sorted(kept) and kept[0] == (0, 0) and kept[-1] == (UNITS, UNITS) and (UNITS, 0) in kept
+    for each, (some, _) in zip(found, kept):
+        assert each.time is not None
+        assert each.time.seconds == pytest.approx(again.time.seconds - some)
 
 
 def test_products_in_8_bits_cast_what_they_read() -> None:

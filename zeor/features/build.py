@@ -19,7 +19,7 @@ from zeor.features.mean_loss import Counts
 from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.nonfinite import NonFinite
 from zeor.features.plain_grads import PlainGrads
-from zeor.features.recompute import AutoRecompute, Recompute, blocks_of
+from zeor.features.recompute import AutoRecompute, KeepsProducts, Recompute, asks_products, blocks_of
 from zeor.features.release import Release
 from zeor.features.settings import Settings
 from zeor.step.engine import Engine
@@ -67,7 +67,8 @@ class Builder:
                 budget = None if plan.offload is None else plan.offload.device_budget
                 features.append(AutoRecompute(units, axes.device, budget))
             else:
-                features.append(Recompute(units, plan.recompute, axes.device))
+                kind = KeepsProducts if asks_products(plan.recompute) else Recompute
+                features.append(kind(units, plan.recompute, axes.device))
             if plan.compile is not False:
                 features.append(Compiling(model, blocks_of(units), plan.compile))
             buffers = ModuleBuffers(axes, model, plan.buffers)

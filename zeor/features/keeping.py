@@ -1,21 +1,24 @@
 """Which recomputed units keep their activations after all: `zeor.shard(..., recompute="auto")`.
 
-Memory that is free is speed: a unit that keeps what its backward needs is computed once. How much that is, and how much
-is free when, is measured in one step in which every chosen unit is computed again; then as many calls as fit keep
-theirs. `choose` is the decision, in integers alone. How a unit is computed again: recompute.py.
+Memory that is free is speed: a unit that keeps what its backward needs is computed once, and one that keeps the results
+of its products is computed again quickly. How much that is, and how much is free when, is measured in one step in which
+every chosen unit is computed again; then calls keep what fits. levels.py decides, in integers alone. How a unit is
+computed again: recompute.py.
 
 Note [What is kept]
 ~~~~~~~~~~~~~~~~~~~
 1. The first step makes state and gradients. The second is measured: what each recomputation leaves alive is what its
-   call would keep, and the peaks between the beginnings of recomputations say how much is in use when which calls are
-   still to come. (The peak that torch counts starts anew at each of them, in that step alone; on a host there are no
-   peaks, and the limit is a share of what is free.) The third step agrees, and from the fourth on calls keep theirs.
-2. Kept are the last calls of a pass, so many as fit. Their memory is the first to be free again, and gradients, which
-   come meanwhile, take its place.
-3. Ranks agree on the least number, by the exchange that ends a backward, and each keeps at most what fits on itself.
-   Bits are the same either way: a recomputation repeats its random numbers.
+   call would keep, the results of the products that it has run are what keeping those alone would take, and the peaks
+   between the beginnings of recomputations say how much is in use when which calls are still to come. (The peak that
+   torch counts starts anew at each of them, in that step alone; on a host there are no peaks, and the limit is a share
+   of what is free.) The third step agrees, and from the fourth on calls keep theirs.
+2. The last calls of a pass keep most, see Note [Three levels] in levels.py. Their memory is the first to be free again,
+   and gradients, which come meanwhile, take its place.
+3. Ranks agree on the least of both numbers, by the exchange that ends a backward, and each keeps at most what fits on
+   itself. Bits are the same either way: a recomputation repeats its random numbers.
 4. A call whose inputs are larger in some dimension than any that were measured is computed again, and measured. After a
-   step in which memory ran out at most half as many calls keep theirs. What ranks have agreed on never grows.
+   step in which memory ran out at most half as many bytes are kept. What ranks have agreed on never grows.
+5. A call that torch.compile has made a graph of, or that a re-entrant checkpoint runs, keeps all or nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeor.features.levels import NOTHING, Interval, Kept, Level, Need, choose, expected_nbytes
+from zeor.features.products import Counted, Listener, Products
 from zeor.memory.device import DeviceMemory, local_world
 from zeor.step.passes import inside_backward
 from zeor.tiers.host import free_host_nbytes
@@ -42,29 +46,6 @@ _ALL = 1 << 20  # more calls than any pass has
 _GIB = 1 << 30
 
 log = logging.getLogger("zeor")
-
-
-class Interval(NamedTuple):
-    """From the beginning of one recomputation to the next, every call being computed again."""
-
-    peak_nbytes: int
-    to_come: frozenset[int]  # calls whose activations are still needed then, the one that is being computed left out
-
-
-def choose(needs: Sequence[int], intervals: Sequence[Interval], limit_nbytes: int) -> int:
-    """How many of the last calls may keep their activations, which take so many bytes: see Note [What is kept]."""
-    for count in range(len(needs), 0, -1):
-        kept = range(len(needs) - count, len(needs))
-        if expected_nbytes(needs, intervals, kept) <= limit_nbytes:
-            return count
-    return 0
-
-
-def expected_nbytes(needs: Sequence[int], intervals: Sequence[Interval], kept: Sequence[int]) -> int:
-    """The peak where these calls keep their activations."""
-    return max(
-        (peak + sum(needs[call] for call in kept if call in to_come) for peak, to_come in intervals), default=0
-    )
 
 
 Shapes = tuple[torch.Size, ...]
@@ -85,13 +66,14 @@ class Keeping:
         self._memory, self._device, self._budget = DeviceMemory(device), device, budget
         self._failures = self._memory.failures()
         self._measures = False
-        self._agreed: int | None = None  # how many of the last calls keep their activations; None: nobody has said
-        self._most = 0  # how many may on this rank
-        self._cap: int | None = None  # memory ran out with more
-        self._asks = 0
+        self._agreed: Kept | None = None  # None: nobody has said
+        self._most = NOTHING  # what may be kept on this rank
+        self._cap: int | None = None  # bytes; memory ran out with more
+        self._asks = [0, 0]
         self._measured_shapes: list[set[Shapes]] = []  # by call
         self._tried: set[Call] = set()
-        self._needs: list[int] = []  # by call: the most bytes alive after its recomputation
+        self._needs: list[Need] = []  # by call: the most that was measured
+        self._counts: list[int] = []  # by call: products that its recomputation has run
         self._intervals: list[Interval] = []
         self._begin_pass()
         Keeping._all.add(self)
@@ -113,17 +95,22 @@ class Keeping:
         self._entered += 1
         return Call(self._entered - 1, tuple(each.shape for each in _strided(arguments)))
 
-    def keeps(self, call: Call) -> bool:
+    def level(self, call: Call) -> Level:
         if self._measures or not self._needs:
-            return False
+            return Level.AGAIN
         known = self._measured_shapes[call.number] if call.number < len(self._needs) else set()
         if not any(_is_within(call.shapes, each) for each in known):
             if call not in self._tried:
                 self._measure()  # from this very call on
             if self._measures:
                 self._tried.add(call)  # once: a call that no backward comes to is never measured
-            return False
-        return call.number >= len(self._needs) - min(self._agreed or 0, self._most)
+            return Level.AGAIN
+        return self._most.least(self._agreed or NOTHING).level(self._needs, call.number)
+
+    def products(self, call: Call) -> Products | None:
+        """For a call that keeps its products; None where its recomputation needs none."""
+        count = self._counts[call.number]
+        return Products(self._device, count) if count else None
 
     @property
     def measures(self) -> bool:
@@ -141,42 +128,47 @@ class Keeping:
 
     # ---- a backward
 
-    def metered(self, call: Call, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a call, whose recomputation is measured if this step is."""
+    def metered(self, call: Call, forward: Callable[..., Any], middle: bool = True) -> Callable[..., Any]:
+        """The forward of a call, whose recomputation is measured if this step is. `middle`: it can keep its products
+        alone."""
         if not self._measures:
             return forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not inside_backward():
                 return forward(*args, **kwargs)
-            with self._measured(call):
+            with self._measured(call, middle):
                 return forward(*args, **kwargs)
 
         return run
 
     @contextmanager
-    def _measured(self, call: Call) -> Iterator[None]:
+    def _measured(self, call: Call, middle: bool) -> Iterator[None]:
         self.begin_again(call)
-        before, alive = self._memory.used_nbytes(), Alive()
+        before, alive, counted = self._memory.used_nbytes(), Alive(), Counted()
         try:
-            with alive if self._device.type == "cpu" else nullcontext():
+            with alive if self._device.type == "cpu" else nullcontext(), counted:
                 yield
         finally:  # torch ends a recomputation by an exception, as soon as it has all it needs
             need = alive.nbytes() if self._device.type == "cpu" else self._memory.used_nbytes() - before
-            self.needs(call, need)
+            self.needs(call, need, counted if middle else None)
 
     def begin_again(self, call: Call) -> None:
         """It is about to be computed again, in the step that is measured."""
         self._end_interval()
         self._begun.add(call.number)
 
-    def needs(self, call: Call, nbytes: int) -> None:
-        """What it would keep."""
-        while len(self._needs) <= call.number:
-            self._needs.append(0)
+    def needs(self, call: Call, nbytes: int, products: Counted | None = None) -> None:
+        """What it would keep. `products`: those that were run; None: it keeps all or nothing."""
+        number = call.number
+        while len(self._needs) <= number:
+            self._needs.append(Need(0, 0))
+            self._counts.append(0)
             self._measured_shapes.append(set())
-        self._needs[call.number] = max(self._needs[call.number], nbytes)
-        self._measured_shapes[call.number].add(call.shapes)
+        before, of_products = self._needs[number], nbytes if products is None else products.nbytes
+        self._needs[number] = Need(max(before.whole, nbytes), max(before.products, of_products))
+        self._counts[number] = max(self._counts[number], 0 if products is None else products.count)
+        self._measured_shapes[number].add(call.shapes)
 
     def _end_interval(self) -> None:
         # Of a graph that is gone through a second time nobody knows what is still to come.
@@ -199,8 +191,8 @@ class Keeping:
         self._begin_pass()
         failures, self._failures = self._failures, self._memory.failures()
         if self._failures > failures and self._needs:
-            self._cap = self._most // 2
-        if self._needs and (self._measures or (self._cap is not None and self._cap < self._most)):
+            self._cap = self.kept_nbytes // 2
+        if self._needs and (self._measures or (self._cap is not None and self._cap < self.kept_nbytes)):
             self._decide()
         elif self._measures:
             self._measures = False  # nothing was computed again
@@ -208,37 +200,42 @@ class Keeping:
             self._measure()
 
     def _decide(self) -> None:
-        total, limit = len(self._needs), self._limit_nbytes()
-        fits = choose(self._needs, self._intervals, limit)
-        self._measures, self._most = False, fits if self._cap is None else min(fits, self._cap)
-        if self._agreed is None or self._most < self._agreed:
-            self._asks = _ALL - self._most
-        expected = expected_nbytes(self._needs, self._intervals, self._kept)
+        limit = self._limit_nbytes()
+        self._measures, self._most = False, choose(self._needs, self._intervals, limit, self._cap)
+        if self._agreed is None or self._most.least(self._agreed) != self._agreed:
+            self._asks = [_ALL - count for count in self._most]
+        expected = expected_nbytes(self._needs, self._intervals, self._most)
+        whole, products = self._kept_by_level()
         log.info(
-            "recompute=auto: %d of %d calls may keep their activations (%.2f GiB); expected at most %.2f of %.2f GiB",
-            self._most, total, self.kept_nbytes / _GIB, expected / _GIB, limit / _GIB,
+            "recompute=auto: of %d calls %d may keep all activations (%.2f GiB) and %d their products (%.2f GiB); "
+            "expected at most %.2f of %.2f GiB",
+            len(self._needs), len(whole), sum(whole) / _GIB, len(products), sum(products) / _GIB,
+            expected / _GIB, limit / _GIB,
         )  # fmt: skip
 
-    @property
-    def _kept(self) -> range:
-        return range(len(self._needs) - self._most, len(self._needs))
+    def _kept_by_level(self) -> tuple[list[int], list[int]]:
+        """Bytes of the calls that keep all, and of those that keep their products."""
+        found: dict[Level, list[int]] = {level: [] for level in Level}
+        for call, nbytes in self._most.by_call(self._needs).items():
+            found[self._most.level(self._needs, call)].append(nbytes)
+        return found[Level.ALL], found[Level.PRODUCTS]
 
     @property
     def kept_nbytes(self) -> int:
-        return sum(self._needs[call] for call in self._kept)
+        return self._most.nbytes(self._needs)
 
     # ---- what ranks agree on
 
-    def told(self) -> int:
-        """0, or the more the fewer calls may keep their activations here."""
-        asks, self._asks = self._asks, 0
+    def told(self) -> list[int]:
+        """Zeros, or the more the fewer calls may keep their products, and all, here."""
+        asks, self._asks = self._asks, [0, 0]
         return asks
 
-    def heard(self, most_asked: int) -> None:
+    def heard(self, most_asked: Sequence[int]) -> None:
         """The most that any rank has told."""
-        if most_asked:
-            count = _ALL - most_asked
-            self._agreed = count if self._agreed is None else min(self._agreed, count)
+        if any(most_asked):
+            least = Kept(*(_ALL - asked for asked in most_asked))
+            self._agreed = least if self._agreed is None else self._agreed.least(least)
 
     def _limit_nbytes(self) -> int:
         total = self._memory.total_nbytes()
@@ -257,7 +254,7 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
     )
 
 
-class Alive(TorchDispatchMode):
+class Alive(Listener):
     """What operations inside make, and of it what is alive. For a host, whose allocator does not tell."""
 
     def __init__(self) -> None:

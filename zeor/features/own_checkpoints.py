@@ -10,10 +10,11 @@ Note [Inside a checkpoint of the model's own]
    tensors. Of a call that keeps its activations our hooks are on top, so the checkpoint has nothing to be asked for.
    The same must be saved when a checkpoint's function is computed again, so a decision holds for its frame. A function
    that does more behind the block (a dropout) is computed again as a whole, the block too: keeping it was for nothing,
-   and is not tried again.
+   and is not tried again. A call that keeps its products is computed again with them.
 2. Re-entrant: forward runs without gradients, and backward runs it again with them. A call that keeps its activations
    makes its graph in forward already. Backward's call finds it by its inputs, which the checkpoint has kept, and hands
    out the same values, with a node that goes on in that graph. Random numbers go on from where forward left them.
+   Such a call keeps all or nothing: without gradients an attention kernel leaves out what its backward would need.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from zeor.features.keeping import Call, Keeping
+from zeor.features.levels import Level
+from zeor.features.products import Products
+from zeor.features.random_state import Rng
 from zeor.step import saved
 from zeor.step.passes import inside_backward
 
@@ -40,7 +44,8 @@ _REENTRANT = CheckpointFunction.forward.__code__
 
 class Decided(NamedTuple):
     call: Call
-    keeps: bool
+    level: Level
+    products: Products | None = None
 
 
 class OwnCheckpoints:
@@ -75,17 +80,25 @@ class OwnCheckpoints:
     def _in_frame(self, frame: Any, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         decided = self._frames.setdefault(frame, {})
         if module not in decided and not inside_backward():
-            call = self._keeping.enter((args, kwargs))
-            decided[module] = Decided(call, self._keeping.keeps(call) and module not in self._for_nothing)
+            decided[module] = self._decided(module, self._keeping.enter((args, kwargs)))
         found = decided.get(module)
         if found is None:  # a checkpoint inside another, which is computed again
             return forward(*args, **kwargs)
-        if not found.keeps:
+        if found.products is not None:
+            with found.products.hands() if inside_backward() else found.products.keeps():
+                return forward(*args, **kwargs)
+        if found.level is not Level.ALL:
             return self._keeping.metered(found.call, forward)(*args, **kwargs)
         if inside_backward():
             self._for_nothing.add(module)
         with saved.on_top():
             return forward(*args, **kwargs)
+
+    def _decided(self, module: nn.Module, call: Call) -> Decided:
+        level = self._keeping.level(call)
+        if level is Level.ALL and module in self._for_nothing:
+            level = Level.AGAIN
+        return Decided(call, level, self._keeping.products(call) if level is Level.PRODUCTS else None)
 
     # ---- point 2
 
@@ -95,7 +108,7 @@ class OwnCheckpoints:
         if self._alive(key) is not None:
             self._seen[key] = seen  # nothing tells these two apart
             return forward(*args, **kwargs)
-        if not self._keeping.keeps(call) or module in self._for_nothing:
+        if self._keeping.level(call) is not Level.ALL or module in self._for_nothing:
             self._seen[key] = seen._replace(what=call)
             return forward(*args, **kwargs)
         graph = Graph(forward, args, kwargs, self._device)
@@ -109,7 +122,7 @@ class OwnCheckpoints:
             return forward(*args, **kwargs)
         del self._seen[key]
         if isinstance(seen.what, Call):
-            return self._keeping.metered(seen.what, forward)(*args, **kwargs)
+            return self._keeping.metered(seen.what, forward, middle=False)(*args, **kwargs)
         if seen.what is not None:
             if seen.what.suits(args, kwargs):
                 return seen.what.joined(args, kwargs)
@@ -175,20 +188,6 @@ class _Joined(torch.autograd.Function):
         pairs = [(out, grad) for out, grad in zip(_needing_grad(graph.output), grads) if grad is not None]
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         return None, *[each.grad for each in graph.inputs]
-
-
-class Rng:
-    """The state of the random numbers of the host and of a device, now."""
-
-    def __init__(self, device: torch.device):
-        self._device = None if device.type == "cpu" else torch.get_device_module(device)
-        self._host = torch.get_rng_state()
-        self._state = None if self._device is None else self._device.get_rng_state()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._device is not None:
-            self._device.set_rng_state(self._state)
 
 
 def frame_on_top() -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
-from zeor.features.own_checkpoints import Rng
+from zeor.features.random_state import Rng
 from zeor.memory.device import DeviceMemory
 
 NEVER = 1 << 60  # bytes: there is not even room for the trial

@@ -2,7 +2,8 @@
 
 A chosen unit's `forward` is put behind one that runs it under torch's non-re-entrant checkpoint, inside the module's
 call: hooks on the unit run once, and backward has gathered the unit before its recomputation begins (hooks.py opens a
-call by its outputs' gradients). Where the kept inputs rest is activations.py's business.
+call by its outputs' gradients). Where the kept inputs rest is activations.py's business; with recompute="products"
+units keep the results of their products too (products.py), and compute only what is cheap again.
 
 Note [Which units are computed again]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -14,7 +15,8 @@ Note [Which units are computed again]
    as it is (with recompute="auto": own_checkpoints.py). What decides is the same when that forward is computed again,
    as torch demands.
 4. Of a block that is compiled in place the compiler makes two graphs: one that computes again inside itself (`_again`),
-   and one that keeps what backward needs (`_kept`). Which one a call runs is decided outside both.
+   and one that keeps what backward needs (`_kept`). Which one a call runs is decided outside both. The compiler itself
+   keeps products and computes what is cheap again, so recompute="products" means the second.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from torch.utils.checkpoint import checkpoint
 
 from zeor.features.activations import Kept, Packed, Shelf
 from zeor.features.keeping import Call, Keeping
+from zeor.features.levels import Level
 from zeor.features.own_checkpoints import OwnCheckpoints
 from zeor.features.probing import Kind, Trial, kind_of
+from zeor.features.products import Counted, Products
 from zeor.model.wrapped import unwrapped
 from zeor.step.extension import NEWS, Extension
 from zeor.step.passes import inside_backward
@@ -132,6 +136,39 @@ class Recompute(Extension):
         return False
 
 
+class KeepsProducts(Recompute):
+    """recompute="products". Of a module's first call nobody knows how many of its products a recomputation needs: it
+    keeps none, and its recomputation counts."""
+
+    def __init__(self, units: Sequence[Unit], wanted: Any, device: torch.device):
+        super().__init__(units, wanted, device)
+        self._device, self._counts = device, dict[nn.Module, int]()
+
+    def _checkpointed(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        count = self._counts.get(module)
+        if count is None:
+            forward = self._counted(module, forward)
+        elif count:
+            forward = Products(self._device, count).around(forward)
+        return super()._checkpointed(module, forward, args, kwargs)
+
+    def _counted(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not inside_backward():
+                return forward(*args, **kwargs)
+            counted = Counted()
+            try:
+                with counted:
+                    return forward(*args, **kwargs)
+            finally:  # torch ends a recomputation by an exception
+                self._counts[module] = max(self._counts.get(module, 0), counted.count)
+
+        return run
+
+    def _compiled_call(self, module: nn.Module, arguments: Any) -> CompiledCall:
+        return CompiledCall(keeps=True)
+
+
 class AutoRecompute(Recompute):
     """recompute="auto": some of the chosen units keep their activations, see keeping.py."""
 
@@ -153,13 +190,16 @@ class AutoRecompute(Recompute):
         if module._compiled_call_impl is not None:  # `compiled_call` has decided; torch.compile made no graph of it
             return super()._checkpointed(module, forward, args, kwargs)
         call = self.keeping.enter((args, kwargs))
-        if self.keeping.keeps(call):
+        level = self.keeping.level(call)
+        if level is Level.ALL:
             return forward(*args, **kwargs)
-        return super()._checkpointed(module, self.keeping.metered(call, forward), args, kwargs)
+        products = None if level is Level.AGAIN else self.keeping.products(call)
+        forward = self.keeping.metered(call, forward) if products is None else products.around(forward)
+        return super()._checkpointed(module, forward, args, kwargs)
 
     def _compiled_call(self, module: nn.Module, arguments: Any) -> CompiledCall:
         call = self.keeping.enter(arguments)
-        found = CompiledCall(self.keeping.keeps(call))
+        found = CompiledCall(self.keeping.level(call) is Level.ALL)
         if not found.keeps and self.keeping.measures:
             kind = kind_of(module, arguments)
             if kind not in self._trials:
@@ -174,13 +214,13 @@ class AutoRecompute(Recompute):
 
     @property
     def told_count(self) -> int:
-        return 1
+        return 2
 
     def told(self) -> list[int]:
-        return [self.keeping.told()]
+        return self.keeping.told()
 
     def heard(self, largest: Sequence[int]) -> None:
-        self.keeping.heard(largest[0])
+        self.keeping.heard(largest)
 
     def grads_there(self) -> None:
         if self.keeping.end_backward():
@@ -243,6 +283,11 @@ class _Measured:
 def asks_offload(wanted: Any) -> bool:
     """Of the plan's `recompute`: whether inputs go to host memory."""
     return wanted == "offload" or (isinstance(wanted, tuple) and "offload" in wanted)
+
+
+def asks_products(wanted: Any) -> bool:
+    """Of the plan's `recompute`: whether products are kept."""
+    return wanted == "products" or (isinstance(wanted, tuple) and "products" in wanted)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +359,7 @@ def find_wanted(root: nn.Module, wanted: Any) -> list[nn.Module]:
     """The modules that `recompute=[...]` names; ValueError where it names what the model does not have."""
     found: dict[nn.Module, None] = {}
     for each in wanted if isinstance(wanted, tuple) else ():
-        if each == "offload":
+        if isinstance(each, str):
             continue
         each = unwrapped(each)
         a_class = isinstance(each, type)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zeor.comm.agree import exchange, same_everywhere, together
 from zeor.comm.axes import Axes, Axis, TensorRanks, group_of, make_axis
 from zeor.comm.meshes import ranks_on
+from zeor.features.recompute import asks_products
 from zeor.memory.placed import Placed, is_placed, local_tensor
 from zeor.plan import Plan
 
@@ -128,6 +129,11 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         raise ValueError(
             f"recompute='auto' lets each rank compute other blocks again, and those of a model with {name!r}, a "
             "DTensor, send messages; use recompute=True, or name the blocks."
+        )
+    if asks_products(plan.recompute):
+        raise ValueError(
+            f"recompute='products' keeps plain tensors, and those of a model with {name!r}, a DTensor, are none; use "
+            "recompute=True."
         )
     if plan.wire is not None and plan.wire.auto:
         raise ValueError(

@@ -16,13 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeor.features import fp8
+from zeor.features.levels import Kept, Level, largest
+from zeor.features.recompute import asks_products
 from zeor.memory.param import is_sharded
 from zeor.memory.roles import Sizes
 from zeor.model.discover import UnitSpec, find_units
 from zeor.optim.streaming.moments import MOMENTS, moment_count
 from zeor.plan import Offload, Plan, Precision, _nbytes, nearest
 from zeor.planner import automatic
-from zeor.planner.kept import keeping, most, needs
+from zeor.planner.kept import keeping, needs, units_at
 from zeor.planner.machine import Along, Machine
 from zeor.planner.mesh_part import parts_of
 from zeor.planner.peaks import (
@@ -71,8 +73,8 @@ class Prediction:
 
     `accumulated`: gradients summed over micro-batches in fp32, on top of the others. `held`: full parameters that a
     stage of a pipeline keeps through a step. `residual`: at rest, what wires leave out of gradients. `kept`:
-    of recompute="auto", how many of a pass's calls keep their activations. `time`: seconds of a step, where gpu= and a
-    batch were given.
+    of recompute="auto", how many of a pass's calls keep their activations; `products`: how many more keep the results
+    of their products. `time`: seconds of a step, where gpu= and a batch were given.
     """
 
     compute: int
@@ -91,6 +93,7 @@ class Prediction:
     host_peak: int = 0
     accumulated: int = 0
     kept: int = 0
+    products: int = 0
     held: int = 0
     residual: int = 0
     time: StepTime | None = None
@@ -101,7 +104,7 @@ class Prediction:
 
     def as_dict(self) -> dict[str, int]:
         """The bytes, by name."""
-        counts = {name: value for name, value in vars(self).items() if name not in ("time", "kept")}
+        counts = {name: value for name, value in vars(self).items() if name not in ("time", "kept", "products")}
         return {**counts, "resident": self.resident}
 
 
@@ -172,7 +175,7 @@ def predict(
         return found.prediction
     clip = bool(options.get("clip", True))
     axes = machine.links(shape.sizes, shape.mesh_dim_names, options.get("link"))
-    pace = pace_of(found.model, machine, axes, clip, found.kept)
+    pace = pace_of(found, machine, axes, clip)
     return replace(found.prediction, time=step_time(found.model, pace))
 
 
@@ -269,12 +272,13 @@ def limit_nbytes(machine: Machine) -> int:
     return max(0, int((1 - HOLES) * (machine.memory - CONTEXT_NBYTES)))
 
 
-def pace_of(model: Model, machine: Machine, axes: Sequence[Along], clip: bool, kept: frozenset[int]) -> Pace:
+def pace_of(found: Predicted, machine: Machine, axes: Sequence[Along], clip: bool) -> Pace:
     """How fast this plan goes there. Ranks of one host share a CPU's cores."""
-    setting = model.setting
+    setting = found.model.setting
     share = min(1.0, machine.cores / min(setting.world, machine.per_host)) if machine.cores else 1.0
     compiled = setting.plan.compile is not False and machine.native
-    return Pace(machine, tuple(axes), clip, compiled, computes_fp8(setting.plan), kept, share)
+    fp8s = computes_fp8(setting.plan)
+    return Pace(machine, tuple(axes), clip, compiled, fp8s, found.kept, found.products, share)
 
 
 def computes_fp8(plan: Plan) -> bool:
@@ -283,11 +287,13 @@ def computes_fp8(plan: Plan) -> bool:
 
 
 class Predicted(NamedTuple):
-    """With the model as it was placed, and units that keep their activations though others are computed again."""
+    """With the model as it was placed, and units that keep their activations, or the results of their products, though
+    others are computed again."""
 
     prediction: Prediction
     model: Model
     kept: frozenset[int] = frozenset()
+    products: frozenset[int] = frozenset()
 
 
 def predicted(known: Model, limit: int | None = None) -> Predicted:
@@ -295,17 +301,18 @@ def predicted(known: Model, limit: int | None = None) -> Predicted:
     found = _placed(known)
     if known.plain is None or limit is None:
         return found
-    calls = needs(known.plain, known.trace)
+    calls = needs(known)
 
-    def placed(count: int) -> Model:
-        assert known.plain is not None
-        return replace(found.model, trace=keeping(known.units, known.plain, known.trace, count))
+    def placed(kept: Kept) -> Model:
+        return replace(found.model, trace=keeping(known.units, known.trace, calls, kept))
 
-    count = most(len(calls), lambda count: device_peak(placed(count)) <= limit)
-    if not count:
+    kept = largest(len(calls), lambda kept: device_peak(placed(kept)) <= limit)
+    if not kept.products:
         return found
-    model = placed(count)
-    return Predicted(replace(_prediction(model), kept=count), model, frozenset(unit for unit, _ in calls[-count:]))
+    model = placed(kept)
+    whole, products = (units_at(calls, kept, level) for level in (Level.ALL, Level.PRODUCTS))
+    told = replace(_prediction(model), kept=len(whole), products=len(products))
+    return Predicted(told, model, frozenset(whole), frozenset(products) - frozenset(whole))
 
 
 def _placed(known: Model) -> Predicted:
@@ -354,22 +361,32 @@ class Source:
     def trace(self, plan: Plan, units: list[UnitSpec], sequences: int | None = None) -> Trace:
         if self._work is None:
             return Trace()
-        work = self._work if sequences is None else self._work.of(sequences)
         key = (plan.precision, plan.recompute, sequences, id(units))
         if key not in self._traces:
-            self._traces[key] = units, trace(self.module, units, plan, work)
+            work = self._work if sequences is None else self._work.of(sequences)
+            counts = self._counts(plan, units, sequences)
+            self._traces[key] = units, trace(self.module, units, plan, work, counts)
         return self._traces[key][1]
+
+    def _counts(self, plan: Plan, units: list[UnitSpec], sequences: int | None) -> list[int]:
+        """By call, how many products are kept: those that a recomputation without them runs."""
+        if not asks_products(plan.recompute):
+            return []
+        named = tuple(each for each in plan.recompute if each != "products") if plan.recompute != "products" else ()
+        return self.trace(replace(plan, recompute=named or True), units, sequences).products
 
     def model(self, setting: Setting, sequences: int | None = None) -> Model:
         """With a micro-batch of so many sequences; None: as it was given."""
         units = self.units(small_numel(setting.plan, setting.world))
         with fp8.foreseen(self.module, setting.plan, self._units, setting.world):
             lanes, setting = plan_lanes(units, setting)
-        found, plain = self.trace(setting.plan, units, sequences), None
+        found, plain, middle = self.trace(setting.plan, units, sequences), None, None
         if setting.plan.recompute == "auto" and self._work is not None:
             plain = self.trace(replace(setting.plan, recompute=False), units, sequences)
+            if setting.plan.compile is False:
+                middle = self.trace(replace(setting.plan, recompute="products"), units, sequences)
         part = fullest_part([lane for unit in lanes for lane in unit], setting.parts("update"))
-        return Model(units, lanes, setting, part, found, self._buffers, plain)
+        return Model(units, lanes, setting, part, found, self._buffers, plain, middle)
 
 
 def _in_pipeline(found: Prediction, model: Model, options: dict[str, Any]) -> Prediction:

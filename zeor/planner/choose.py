@@ -246,7 +246,7 @@ class _Hunt:
             found = predicted(known, limit)
         except OverBudgetError as error:
             return Candidate(option, None, str(error))
-        pace = pace_of(found.model, machine, machine.links(*shape, self.link), self.clip, found.kept)
+        pace = pace_of(found, machine, machine.links(*shape, self.link), self.clip)
         said = replace(found.prediction, time=step_time(found.model, pace))
         why = ""
         if said.device_peak > limit:

@@ -1,7 +1,8 @@
 """recompute= in a trace on the meta device: the same units, computed again by the same checkpoint, without the engine.
 
 With "offload" what a call keeps is only a description of its large inputs, from when two later calls have sent theirs;
-backward makes them anew, this call's and those of the call before, as activations.py brings them.
+backward makes them anew, this call's and those of the call before, as activations.py brings them. With "products" calls
+keep as many results as another trace has counted (`counts`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zeor.features.activations import (
     Shelved,
     is_worth_sending,
 )
+from zeor.features.products import Counted, Products
 from zeor.features.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
 from zeor.model.discover import UnitSpec
 from zeor.step.passes import inside_backward
@@ -32,12 +34,15 @@ from zeor.step.passes import inside_backward
 
 class Again:
     """`with Again(units, wanted) as again:` the chosen units are computed again. `again.sent`: sizes of what is kept
-    on the host at once."""
+    on the host at once. `again.counts`: by call, how many products its recomputation has run. `kept`: by call, of how
+    many the results are kept."""
 
-    def __init__(self, units: Sequence[UnitSpec], wanted: Any):
+    def __init__(self, units: Sequence[UnitSpec], wanted: Any, kept: Sequence[int] = ()):
         self._modules = _chosen(units, wanted)  # type: ignore[arg-type]  # asked for their modules alone
         self._offloads = asks_offload(wanted)
         self.sent: list[int] = []
+        self.counts: list[int] = []
+        self._kept = kept
         self._seen: dict[int, StorageWeakRef] = {}
         self._calls: list[Sent] = []
         self._recent: deque[Sent] = deque()
@@ -62,8 +67,26 @@ class Again:
             args, kwargs = _without_caches(args, kwargs)
         if self._offloads:
             return self._offloaded(forward, _AgainCall(self, (args, kwargs)))
-        marker = torch.empty(0, device="meta")
+        marker, forward = torch.empty(0, device="meta"), self._listening(forward)
         return checkpoint(lambda _, *given: forward(*given, **kwargs), marker, *args, use_reentrant=False)
+
+    def _listening(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        call = len(self.counts)
+        self.counts.append(0)
+        if call < len(self._kept):
+            return Products(torch.device("cpu"), self._kept[call]).around(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not inside_backward():
+                return forward(*args, **kwargs)
+            counted = Counted()
+            try:
+                with counted:
+                    return forward(*args, **kwargs)
+            finally:  # torch ends a recomputation by an exception
+                self.counts[call] = counted.count
+
+        return run
 
     @staticmethod
     def _offloaded(forward: Callable[..., Any], call: _AgainCall) -> Any:

@@ -1,32 +1,48 @@
-"""recompute="auto" before the run: how many of a pass's last calls can keep their activations, from traced bytes.
+"""recompute="auto" before the run: how much a pass's last calls can keep of their activations, from traced bytes.
 
-Two traces say all: in one nothing is computed again, so what each unit's forward leaves alive is what keeping costs; in
-the other everything is, so its peaks are what remains. As in the run (features/keeping.py) the last calls keep theirs:
-their memory is the first to be free again. A call that is kept and is in its backward is counted in both, so the peak
-is over by at most one unit, never under. Compiled units keep less than is traced here: a compiler computes what is
-cheap again.
+Three traces say all: in one nothing is computed again, so what each unit's forward leaves alive is what keeping all
+costs; in one everything is but products, which says what keeping these costs; in the third everything is, so its peaks
+are what remains. As in the run (features/keeping.py) the last calls keep theirs: their memory is the first to be free
+again. A call that keeps something and is in its backward is counted in both, so the peak is over by at most one unit,
+never under. Compiled units keep all or nothing, and less than is traced here: a compiler computes what is cheap again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from zeor.features.levels import Kept, Level, Need
 from zeor.model.discover import UnitSpec
+from zeor.planner.peaks import Model
 from zeor.planner.trace import Trace
 
+Calls = list[tuple[int, Need]]  # (unit, bytes), in the order of forward
 
-def needs(plain: Trace, again: Trace) -> list[tuple[int, int]]:
-    """(unit, bytes) by call, in the order of forward: what keeping costs, of the calls that would be computed again."""
-    if len(plain.kept) != len(again.kept):  # a model whose forward depends on it
+
+def needs(model: Model) -> Calls:
+    """What keeping costs, of the calls that would be computed again."""
+    plain, again, middle = model.plain, model.trace, model.middle
+    if plain is None or len(plain.kept) != len(again.kept):  # a model whose forward depends on it
         return []
-    more = [(unit, whole - part) for (unit, whole), (_, part) in zip(plain.kept, again.kept)]
-    return [(unit, nbytes) for unit, nbytes in more if nbytes > 0]
+    products = plain.kept if middle is None or len(middle.kept) != len(plain.kept) else middle.kept
+    found = [
+        (unit, Need(whole - inputs, max(0, part - inputs)))
+        for (unit, whole), (_, part), (_, inputs) in zip(plain.kept, products, again.kept)
+    ]
+    return [(unit, need) for unit, need in found if need.whole > 0]
 
 
-def keeping(units: Sequence[UnitSpec], plain: Trace, again: Trace, count: int) -> Trace:
-    """The trace in which all is computed again but the last `count` calls."""
-    kept = needs(plain, again)[-count:] if count else []
+def units_at(calls: Calls, kept: Kept, level: Level) -> list[int]:
+    """By call that keeps so much, its unit."""
+    sizes = [need for _, need in calls]
+    return [unit for call, (unit, _) in enumerate(calls) if kept.level(sizes, call) is level]
+
+
+def keeping(units: Sequence[UnitSpec], again: Trace, calls: Calls, chosen: Kept) -> Trace:
+    """The trace in which all is computed again but what calls keep."""
+    by_call = chosen.by_call([need for _, need in calls])
+    kept = [(calls[call][0], nbytes) for call, nbytes in by_call.items()]
     missing = {unit: len([1 for _, p, _ in units[unit].params if p.requires_grad]) for unit, _ in kept}
     owner = {id(param): number for number, unit in enumerate(units) for _, param, _ in unit.params}
     alive = sum(nbytes for _, nbytes in kept)
@@ -43,12 +59,3 @@ def keeping(units: Sequence[UnitSpec], plain: Trace, again: Trace, count: int) -
         held += sum(nbytes for each, nbytes in kept if each == unit)
         entered.append((unit, peak + held))
     return replace(again, peaks=peaks, entered=entered)
-
-
-def most(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest number of calls up to `count` that fits, where fewer fit too; 0 where none does."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -50,6 +50,7 @@ class Model:
     trace: Trace
     buffers_nbytes: int
     plain: Trace | None = None  # of recompute="auto": where nothing is computed again
+    middle: Trace | None = None  # and where products are not, unless a compiler sees to that
 
     @property
     def flat(self) -> list[PlannedLane]:

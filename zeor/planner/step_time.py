@@ -21,6 +21,7 @@ from zeor.planner.network import Cost
 from zeor.planner.peaks import Model
 from zeor.planner.rests import PlannedLane
 from zeor.planner.timeline import BRING, Durations, Key, Played, play
+from zeor.planner.trace import Trace
 from zeor.planner.work import Work
 from zeor.spec.travel import legs_of
 from zeor.step.schedule import Schedule, traits_of
@@ -40,6 +41,7 @@ class Pace:
     compiled: bool = False
     fp8: bool = False
     kept: frozenset[int] = frozenset()  # of units that the trace computes again, those that keep their activations
+    products: frozenset[int] = frozenset()  # and those that keep the results of their products
     share: float = 1.0  # of a machine whose cores several ranks use
 
 
@@ -114,15 +116,15 @@ def durations_of(model: Model, pace: Pace) -> Durations:
                 updates[place] = _update_seconds(lane, pace)
                 grads += lane.held("grad") * lane.key.reduce_dtype.itemsize
             if lane.key.trainable and not model.setting.native:
-                finish[place] = _summing_nbytes(lane) / _share(pace.machine.hbm, pace)
+                finish[place] = _summing_nbytes(lane) / _rate(pace.machine.hbm, pace)
     if model.setting.accumulation > 1:  # each gradient is read and added to a sum in fp32
-        summed = _summed_nbytes(model) / _share(pace.machine.hbm, pace)
+        summed = _summed_nbytes(model) / _rate(pace.machine.hbm, pace)
         backward = [each + summed / len(backward) for each in backward]
     clips = pace.clip and not model.setting.plan.release
     world = model.setting.world
     return Durations(
         forward, backward, moves, updates, finish, coding,
-        norm=_NORM_PASSES * grads / _share(pace.machine.hbm, pace) if clips else 0.0,
+        norm=_NORM_PASSES * grads / _rate(pace.machine.hbm, pace) if clips else 0.0,
         exchange=network.small_gather(pace.axes, model.setting.native) if clips and world > 1 else 0.0,
         agreement=network.agreement(pace.axes) if world > 1 else 0.0,
         agreement_waits=model.setting.plan.paths == "dynamic",
@@ -164,7 +166,8 @@ def _passes(model: Model, pace: Pace) -> tuple[list[float], list[float]]:
     ]
     back = Work()
     back.add(works.backward)
-    back.add(_computed_again(model), -_share_kept(model, pace, forward))
+    back.add(_computed_again(model, model.plain), -_share(model, pace.kept, forward))
+    back.add(_computed_again(model, model.middle), -_share(model, pace.products, forward))
     behind = back.seconds(machine, pace.compiled, pace.fp8)
     total = sum(forward) or 1e-12
     backward = [behind * each / total for each in forward]
@@ -175,21 +178,20 @@ def _passes(model: Model, pace: Pace) -> tuple[list[float], list[float]]:
     return [each * slower for each in forward], [each * slower for each in backward]
 
 
-def _computed_again(model: Model) -> Work:
-    """Of all units together. Less than their forwards: a recomputation ends when it has what backward reads."""
+def _computed_again(model: Model, less: Trace | None) -> Work:
+    """Of all units together, what the other trace need not. It is less than their forwards: a recomputation ends when
+    it has what backward reads."""
     found = Work()
-    if model.plain is not None:
+    if less is not None:
         found.add(model.trace.works.backward)
-        found.add(model.plain.works.backward, -1.0)
+        found.add(less.works.backward, -1.0)
     return found
 
 
-def _share_kept(model: Model, pace: Pace, forward: Sequence[float]) -> float:
-    """Of what is computed again, by the time of forward, how much units that keep their activations need not."""
-    if model.plain is None or not pace.kept:
-        return 0.0
-    again = {unit for unit, _ in needs(model.plain, model.trace)}
-    return sum(forward[unit] for unit in again & pace.kept) / (sum(forward[unit] for unit in again) or 1.0)
+def _share(model: Model, units: frozenset[int], forward: Sequence[float]) -> float:
+    """Of what is computed again, by the time of forward, how much is these units'."""
+    again = {unit for unit, _ in needs(model)} if units else set()
+    return sum(forward[unit] for unit in again & units) / (sum(forward[unit] for unit in again) or 1.0)
 
 
 def _update_seconds(lane: PlannedLane, pace: Pace) -> float:
@@ -203,10 +205,10 @@ def _update_seconds(lane: PlannedLane, pace: Pace) -> float:
     moments = setting.moments * moment_itemsize(setting.plan.moments, lane.key.master_dtype)
     nbytes = numel * (2 * lane.key.compute_dtype.itemsize + 2 * beside + 2 * moments + lane.key.reduce_dtype.itemsize)
     passes = 1.0 if setting.by_pass(lane.key) else _STOCK_PASSES
-    return float(passes * nbytes / _share(pace.machine.hbm, pace))
+    return float(passes * nbytes / _rate(pace.machine.hbm, pace))
 
 
-def _share(rate: float, pace: Pace) -> float:
+def _rate(rate: float, pace: Pace) -> float:
     return rate * pace.share
 
 

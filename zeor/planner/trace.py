@@ -46,6 +46,7 @@ class Trace:
     left: int = 0  # alive when backward is over
     sent: list[int] = field(default_factory=list)  # sizes of inputs that recompute="offload" keeps on the host
     kept: list[tuple[int, int]] = field(default_factory=list)
+    products: list[int] = field(default_factory=list)  # by call that is computed again: how many of them it runs then
     waiting: int = 0  # alive between forward and backward
     works: Works = field(default_factory=Works)
 
@@ -95,14 +96,16 @@ class Workload:
         return Workload(given, loss or _loss_of_output)
 
 
-def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workload) -> Trace:
-    """ValueError where the model cannot run without values."""
+def trace(
+    model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workload, products: Sequence[int] = ()
+) -> Trace:  # fmt: skip
+    """ValueError where the model cannot run without values. `products`: by call, of how many the results are kept."""
     found = Trace()
     compute = plan.precision.compute
     with contextlib.ExitStack() as stack:
         standing_in = stack.enter_context(_on_meta(model, units, plan))
         counter = stack.enter_context(_Counter(found))
-        again = stack.enter_context(Again(units, plan.recompute))
+        again = stack.enter_context(Again(units, plan.recompute, products))
         stack.enter_context(torch.device("meta"))
         stack.enter_context(AsOnDevice())
         stack.enter_context(torch.enable_grad())
@@ -140,7 +143,7 @@ def trace(model: nn.Module, units: Sequence[UnitSpec], plan: Plan, work: Workloa
                 f"The model could not run on the meta device, where predict() measures activations ({_line(error)}); "
                 "leave out batch= and inputs=."
             ) from error
-        found.left, found.sent = counter.live, again.sent
+        found.left, found.sent, found.products = counter.live, again.sent, again.counts
     return found
 
 

@@ -75,7 +75,8 @@ NOT_COUNTED = (
 )
 COUNTED = "Activations are counted for {0} x {1} tokens a rank and step, {how}."
 AGAIN = {
-    "none": "nothing recomputed", "blocks": "blocks recomputed", "offload": "blocks recomputed, inputs on the host",
+    "none": "nothing recomputed", "products": "blocks recomputed but for their products", "blocks": "blocks recomputed",
+    "offload": "blocks recomputed, inputs on the host",
 }  # fmt: skip
 MEANINGS = {
     "layers": "transformer blocks", "width": "width of the residual stream", "heads": "attention heads",
@@ -142,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload", choices=("host", "disk", "auto"), help="where master and moments rest (default: device)")
     add("--moments", choices=("exact", "bf16", "int8"), default="exact", help="default: %(default)s")
     add("--release", action="store_true", help="gradients are used and freed inside backward")
-    add("--recompute", choices=("none", "blocks", "offload"), default="blocks",
+    add("--recompute", choices=tuple(AGAIN), default="blocks",
         help="what a step's activations are counted with (default: %(default)s)")  # fmt: skip
     add("--batch", type=int, nargs=2, metavar=("SEQUENCES", "TOKENS"), help="count activations too")
     add("--device-budget", metavar="BYTES", help="of --offload auto, such as 80GiB")
@@ -238,7 +239,7 @@ def _columns(options: argparse.Namespace) -> tuple[str, ...]:
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
     """The options of zeor.predict that the command line gives."""
-    again = {"none": False, "blocks": True, "offload": "offload"}[options.recompute]
+    again = {"none": False, "blocks": True}.get(options.recompute, options.recompute)
     offload: Any = options.offload
     if offload != "auto" and (options.device_budget or options.host_budget):
         raise SystemExit("zeor plan: budgets are for --offload auto; give that, or leave them out.")
