@@ -43,7 +43,6 @@ from zeor.features.module_buffers import ModuleBuffers
 from zeor.features.penalty import penalty
 from zeor.features.pipeline import pipeline
 from zeor.features.recompute import find_wanted
-from zeor.features.release import Release
 from zeor.features.totals import total
 from zeor.memory import device as devices
 from zeor.memory import param as parameters
@@ -420,17 +419,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """With release=True: a backward inside reduces its gradients and adds them to the slices, without updating; the
-    next backward outside updates with the sum. Costs a slice of gradients, where no_sync keeps them whole."""
-    release = _state(model).engine.find(Release)
-    if release is None:  # every backward adds to the slices, and step() updates
-        yield
-        return
-    before, release.keeps = release.keeps, True
+    """Another backward of this step follows those inside. Every backward adds to the slices; with release=True those
+    inside do so without updating, and the next one outside updates with the sum. Costs a slice of gradients, where
+    no_sync keeps them whole."""
+    backward = _state(model).engine.backward
+    before, backward.accumulates = backward.accumulates, True
     try:
         yield
     finally:
-        release.keeps = before
+        backward.accumulates = before
 
 
 @contextmanager

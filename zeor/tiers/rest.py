@@ -46,6 +46,11 @@ class Rest:
         return into
 
     @property
+    def version(self) -> int:
+        """Another one after each in-place write, through whichever view of it."""
+        return self._tensor._version
+
+    @property
     def away(self) -> bool:
         return self.tier != "device"
 
@@ -99,7 +104,7 @@ class Store:
         if tier == "device" or numel == 0:
             return Rest(lasting(numel, dtype, self._device), "device" if numel else tier)
         if tier == "host":
-            return Rest(self.arena.take(numel, dtype), "host")
+            return Rest(self.arena.take(numel, dtype).data, "host")  # else parts of a block share one version
         file = self.folder.array(name, numel, dtype)
         return Rest(file.tensor, "disk", file)
 
