@@ -104,7 +104,7 @@ class Store:
         if tier == "device" or numel == 0:
             return Rest(lasting(numel, dtype, self._device), "device" if numel else tier)
         if tier == "host":
-            return Rest(self.arena.take(numel, dtype).data, "host")  # else parts of a block share one version
+            return Rest(self.arena.take(numel, dtype), "host")
         file = self.folder.array(name, numel, dtype)
         return Rest(file.tensor, "disk", file)
 

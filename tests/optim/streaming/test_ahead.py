@@ -7,6 +7,7 @@ On a host a fetch is a copy that is made at once, so a copy that is used though 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,18 +219,27 @@ def moved(records: list[Any]) -> list[tuple[str, str, int]]:
     return [(each.verb, each.unit, each.nbytes) for each in found]
 
 
-def observed(ahead: Any) -> dict[str, Any]:
-    """The third step: what moves before step() and in it; the windows that are left, and the bytes of them that the
-    ledger has, after step() and after the next backward."""
-    model, (optimizer,) = made(stage=3, precision="bf16", offload=hosted(ahead))
+def observed(ahead: Any, **places: Any) -> dict[str, Any]:
+    """The third step: what moves before step() and in it; how many windows were filled, and how many of them used; the
+    windows that are left, and the bytes of them that the ledger has, after step() and after the next backward."""
+    model, (optimizer,) = made(stage=3, precision="bf16", offload=hosted(ahead, **places))
     for step in range(2):
         backwards(model, step, 2)
         clipped_step(model, optimizer)
-    engine = state_of(model).engine
+    engine, windows = state_of(model).engine, state_of(model).steppers[0].streaming._windows
+    choose, used = windows._window_for, []
+
+    def chosen(chunk: Any) -> Any:
+        window = choose(chunk)
+        used.append(window.arrived is not None)
+        return window
+
+    windows._window_for = chosen
     with engine.observer.listening(torch.device("cpu")) as records:
         backwards(model, 2, 2)
         before = moved(records)
         filled = 0 if ahead is None else spares(model)
+        assert not used
         clipped_step(model, optimizer)
         after = moved(records)[len(before) :]
     left_over = []
@@ -237,7 +247,7 @@ def observed(ahead: Any) -> dict[str, Any]:
         if part:
             loss_of(model, 3).backward()
         left_over.append((0 if ahead is None else spares(model), engine.ledger.live.get("ahead", 0)))
-    return {"before": before, "filled": filled, "after": after, "left": left_over}
+    return {"before": before, "used": sum(used), "filled": filled, "after": after, "left": left_over}
 
 
 def test_fetches_begin_in_the_last_backward_and_windows_leave_after_the_next(ranks):
@@ -249,7 +259,7 @@ def test_fetches_begin_in_the_last_backward_and_windows_leave_after_the_next(ran
         assert {verb for verb, *_ in found["before"]} == {"fetch"}
         units = list(dict.fromkeys(unit for _, unit, _ in found["before"]))
         assert units == order[: len(units)], "in the order of forward"
-        assert len(found["before"]) == found["filled"]
+        assert len(found["before"]) == found["filled"] == found["used"]
         for verb in ("update", "spill"):
             assert [each for each in found["after"] if each[0] == verb] == [
                 each for each in plain["after"] if each[0] == verb
@@ -258,6 +268,8 @@ def test_fetches_begin_in_the_last_backward_and_windows_leave_after_the_next(ran
         assert sum(fetched) == sum(n for verb, _, n in plain["after"] if verb == "fetch")
         assert found["left"] == [(found["filled"], found["filled"] * window), (0, 0)]
     assert some["filled"] == (60 << 10) // window < whole["filled"]
+    [beside] = ranks(functools.partial(observed, grads="host"), 1, ALL)  # gradients are written beside state meanwhile
+    assert beside["filled"] == beside["used"] == whole["filled"]
 
 
 def check_guesses() -> list[int]:

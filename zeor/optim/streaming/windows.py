@@ -232,7 +232,8 @@ class WindowRing:
         return bool(self._ahead)
 
     def is_ahead(self, chunk: Chunk) -> bool:
-        return _key(chunk) in self._ahead
+        found = self._ahead.get(_key(chunk))
+        return found is not None and found.versions == _versions(chunk)
 
     def suits(self, chunk: Chunk) -> bool:
         """It is no larger than windows have been so far, and not so small that one would be wasted on it."""
