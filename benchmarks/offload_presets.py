@@ -100,7 +100,7 @@ THIRTEEN = [
          recompute="offload"),
 ]  # fmt: skip
 # 65,536 tokens a step, nothing computed again: what of the update hides, and what `ahead` adds.
-SUMMED = f"--size 13B --batch 2 --micro 16 {ZEOR_RECOMPUTES} --warmup 4 --steps 8 --expandable --lr 6e-6 --rise 3"
+SUMMED = f"--size 13B --batch 2 --micro 16 {ZEOR_RECOMPUTES} --warmup 5 --steps 8 --expandable --lr 6e-6 --rise 3"
 THIRTEEN_SUMMED = [
     line(SUMMED, "auto, 2 x 16", offload="auto", compile=True),
     line(SUMMED, "auto, 2 x 16, ahead", offload=auto(ahead="auto"), compile=True),

@@ -288,6 +288,45 @@ def test_the_last_backward_is_the_one_with_the_number_of_the_last_step(ranks):
     assert ranks(check_guesses, 1) == [[0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0]]
 
 
+def check_shrinking(what: str) -> list[int]:
+    """Windows after the last backward and after step(), in a step in which there is room at two moments and none then, or
+    memory runs out at the third window."""
+    model, (optimizer,) = made(stage=3, precision="bf16", offload=hosted())
+    for step in range(2):
+        backwards(model, step, 2)
+        clipped_step(model, optimizer)
+    ahead, asked, seen = ahead_of(model), [], []
+    fetch, windows = ahead._windows.fetch_ahead, ahead._windows
+
+    def moment(fixed: int) -> int:
+        asked.append(fixed)
+        return 3 * windows.window_nbytes if len(asked) < 3 or what == "no block" else 0
+
+    def fails(chunk: Any) -> None:
+        if windows.spares == 2:
+            raise torch.OutOfMemoryError("on purpose")
+        fetch(chunk)
+
+    ahead._room.moment = moment
+    if what == "no block":
+        windows.fetch_ahead = fails
+    backwards(model, 2, 2)
+    seen.append(windows.spares)
+    clipped_step(model, optimizer)
+    wanted, (other,) = made(stage=3, precision="bf16")
+    for step in range(3):
+        backwards(wanted, step, 2)
+        clipped_step(wanted, other)
+    seen.append(windows.spares)
+    same(left(model), left(wanted))
+    return [*seen, len(asked) > 3]
+
+
+def test_where_there_is_no_room_after_all_windows_go_or_stay_few(ranks):
+    assert ranks(check_shrinking, 1, "room goes") == [[0, 0, True]]
+    assert ranks(check_shrinking, 1, "no block") == [[2, 2, True]]
+
+
 # ---- how much
 
 
@@ -319,6 +358,7 @@ class Memory(spare_room.DeviceMemory):
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SpareRoom]]:
     monkeypatch.setattr(spare_room, "DeviceMemory", Memory)
+    monkeypatch.setattr(spare_room, "SETTLES", 0)
     monkeypatch.setattr(SpareRoom, "_all", set())
     Memory.used, Memory.most, Memory.peaks, Memory.ooms = 0, 900, (), 0
     yield lambda most=None, budget=None: SpareRoom(torch.device("cpu"), most, budget)
@@ -360,6 +400,17 @@ def test_from_each_moment_what_the_peaks_that_follow_leave(room):
         SpareRoom._all = {small}
         small.begin(2)
         assert backward_of(small) == [limit - 820, limit - 720, limit - 650]
+
+
+def test_it_is_measured_when_recomputation_has_settled(room, monkeypatch):
+    monkeypatch.setattr(spare_room, "SETTLES", 2)
+    found = room()
+    for _ in range(2):
+        found.begin(2)
+        assert backward_of(found) == [0, 0, 0]
+        found.end(whole=True)
+    measured(found).begin(2)
+    assert backward_of(found) == [80, 180, 250]
 
 
 def test_the_plan_may_allow_less(room):

@@ -116,6 +116,8 @@ class Ahead(Extension):
         """As much as there is room for."""
         windows, each = self._windows, self._windows.window_nbytes
         room = self._room.moment(WINDOWS * each)
+        if windows.spares * each > room:  # this backward needs more than the measured one
+            return self.give_back()
         while self._todo and each and (windows.spares + 1) * each <= room:
             stretch = self._todo.popleft()
             chunk = self._state_of(stretch)

@@ -7,8 +7,9 @@ largest of the peaks that follow. So nothing that is taken by this rule raises t
 
 Note [When it is measured]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-1. In the first step of which it is known how many backwards it has, if these are two or more: with one the time in
-   question holds the step's own peak, and nothing is free.
+1. In the third step of which it is known how many backwards it has: recompute="auto" has decided by then
+   (features/keeping.py), and keeps no more later. There must be two or more: with one the time in question holds the
+   step's own peak, and nothing is free.
 2. Anew after a backward that had more in use at some moment than was measured there, after a forward with larger inputs
    than the measured one, and after memory ran out. Nothing is taken until then.
 3. On a host nobody knows what is used: there nothing is free but what the plan names in bytes.
@@ -23,6 +24,7 @@ import torch
 
 from zeor.memory.device import DeviceMemory
 
+SETTLES = 2  # steps that are let pass
 SLACK_NBYTES = 1 << 26  # by which steps that are alike may differ at a moment
 HOLES = 0.02  # of the device, left for what lies between the allocator's blocks
 
@@ -38,7 +40,7 @@ class SpareRoom:
         self._failures = self._memory.failures()
         self._used: list[int] = []  # by moment
         self._peaks: list[int] = []  # between two moments, and at last from the last moment to the end
-        self._limit = self._numel = self._next = 0
+        self._limit = self._numel = self._next = self._steps = 0
         self._measures = False
         self.taken_nbytes = 0  # by whoever asked
         SpareRoom._all.add(self)
@@ -53,8 +55,8 @@ class SpareRoom:
         failures, self._failures = self._failures, self._memory.failures()
         if self._failures > failures:
             self.forget()
-        self._next = 0
-        if self._memory.total_nbytes() is None or self._knows or backwards < 2:
+        self._next, self._steps = 0, self._steps + 1
+        if self._memory.total_nbytes() is None or self._knows or backwards < 2 or self._steps <= SETTLES:
             return
         if not any(other._measures for other in SpareRoom._all if other is not self):
             self._measures, self._used, self._peaks, self._numel = True, [], [], 0
