@@ -199,11 +199,11 @@ def test_sums_over_micro_batches_are_those_that_the_planner_counts(ranks: Callab
         for found in ranks(run_summed, world, stage, quiet, grads):
             if grads == "host":
                 assert (found["grad"], found["host"]) == (0, known.host)
-                assert known.host >= (2 + 4) * trained // world and known.accumulated < 4 * trained
+                assert known.host >= 0.99 * (2 + 4) * trained / world and known.accumulated < 4 * trained
                 continue
             sums = found["partial"] if quiet else found["grad"] - (known.grad if stage == 1 else 0)
             assert 0 <= known.accumulated - sums <= rounding
-            assert sums >= 4 * trained // (1 if quiet else world)
+            assert sums >= 0.99 * 4 * trained / (1 if quiet else world)
 
 
 def formula(world: int, prefetch: int) -> int:
