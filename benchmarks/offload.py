@@ -45,7 +45,7 @@ from benchmarks.offload_watch import HostWatch, Lines, die_first
 BORN = time.perf_counter()
 # Peak learning rates by size, after those of GPT-3's models of like size; a linear rise comes before.
 LEARNING_RATES = {"tiny": 1e-3, "36.7M": 6e-4, "1.3B": 2e-4, "3B": 1.6e-4, "7B": 1.2e-4, "32B": 8e-5}
-PREDICT_TAKES = ("offload", "moments", "release", "delay", "recompute", "prefetch")
+PREDICT_TAKES = ("offload", "moments", "release", "delay", "recompute", "prefetch", "compile")
 
 
 # 1. The model, without ever holding it in fp32
@@ -96,6 +96,7 @@ def predict(zeor: Any, model: nn.Module, options: argparse.Namespace) -> dict[st
     plain: dict[str, Any] = {"stage": options.stage, "precision": "bf16", "native_reduce": options.device == "cuda"}
     given = {name: value for name, value in options.extra.items() if name in PREDICT_TAKES}
     batch = {"batch": (options.batch, min(options.tokens, SIZES[options.size].positions))}
+    batch |= {"accumulation": options.micro, "sums_each": True} if options.micro > 1 else {}
     for more in ({**given, **batch}, given, {}):
         try:
             found = zeor.predict(model, **plain, **more)
@@ -126,7 +127,8 @@ class Loop:
         self.generator = torch.Generator().manual_seed(1)
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
-        self.number = 0
+        self.number = 0  # batches read
+        self.steps = 0
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.windows is None:
@@ -146,14 +148,17 @@ class Loop:
         return loss_of(self.model, inputs, targets)
 
     def step(self) -> list[Any]:
-        """One step; the marks at its start and after forward, backward, clip and step."""
+        """One step; the marks at its start and after the last micro-batch's forward, backward, clip and step."""
         mark = self.clock.mark
+        for _ in range(self.options.micro - 1):
+            (self.loss(*self.batch()) / self.options.micro).backward()
+            self.number += 1
         inputs, targets = self.batch()
         self._set_rate()
         marks = [mark()]
         loss = self.loss(inputs, targets)
         marks.append(mark())
-        loss.backward()
+        (loss / self.options.micro).backward()
         marks.append(mark())
         if self.options.clip > 0:
             self.norms.append(self.zeor.clip_grad_norm_(self.model, self.options.clip))
@@ -163,10 +168,11 @@ class Loop:
         marks.append(mark())
         self.losses.append(loss.detach())  # read after the run: .item() here would stop the GPU's queue
         self.number += 1
+        self.steps += 1
         return marks
 
     def _set_rate(self) -> None:
-        rising = min(1.0, (self.number + 1) / max(1, self.options.rise))
+        rising = min(1.0, (self.steps + 1) / max(1, self.options.rise))
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * rising
 
@@ -258,7 +264,7 @@ def train(loop: Loop, options: argparse.Namespace, seen: dict[str, Any]) -> None
     seconds, marks = loop.run(options.steps)
     read, written = (now - then for now, then in zip(io_nbytes(), before))
     tail_s = loop.settle()
-    tokens_per_s = len(marks) * options.batch * loop.tokens / seconds
+    tokens_per_s = len(marks) * options.micro * options.batch * loop.tokens / seconds
     times_ms = step_times(loop.clock, marks)
     seen.update(
         {
@@ -286,6 +292,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="1.3B", choices=list(SIZES))
     parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches of --batch sequences in a step")
     parser.add_argument("--tokens", type=int, default=2_048, help="tokens per sequence, cut to the model's positions")
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--zeor", default="{}", help="more arguments of zeor.shard, as JSON")

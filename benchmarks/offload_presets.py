@@ -64,6 +64,8 @@ SMOKE = [
     line(f"{SMALL} {ZEOR_RECOMPUTES}", "recompute=True", recompute=True),
     line(f"{SMALL} {ZEOR_RECOMPUTES}", "recompute='offload'", recompute="offload"),
     line(f"{SMALL} --chunked-loss", "chunked loss", offload="host"),
+    line(f"{SMALL} --micro 3", "3 micro-batches"),
+    line(f"{SMALL} --micro 3", "3 micro-batches, host, ahead", offload=place(ahead="auto")),
 ]
 
 # Long enough that what is deferred past the last step, which counts once, counts little.
@@ -96,6 +98,16 @@ THIRTEEN = [
     line(f"--size 13B --batch 8 {LONG}", "moments half", offload={"moments": half(), "master": "device"}),
     line(f"--size 13B --batch 16 {LONG} {ZEOR_RECOMPUTES} --chunked-loss", "auto, inputs offloaded", offload="auto",
          recompute="offload"),
+]  # fmt: skip
+# 65,536 tokens a step, nothing computed again: what of the update hides, and what `ahead` adds.
+SUMMED = f"--size 13B --batch 2 --micro 16 {ZEOR_RECOMPUTES} --warmup 5 --steps 8 --expandable --lr 6e-6 --rise 3"
+THIRTEEN_SUMMED = [
+    line(SUMMED, "auto, 2 x 16", offload="auto", compile=True),
+    line(SUMMED, "auto, 2 x 16, ahead", offload=auto(ahead="auto"), compile=True),
+    line(SUMMED, "auto, int8, 2 x 16", offload="auto", moments="int8", compile=True),
+    line(SUMMED, "auto, int8, 2 x 16, ahead", offload=auto(ahead="auto"), moments="int8", compile=True),
+    line(SUMMED.replace("--batch 2 --micro 16", "--batch 32") + " --chunked-loss", "auto, 32 x 1, computed again",
+         offload="auto", recompute=True, compile=True),
 ]  # fmt: skip
 TWENTY = [
     line(f"--size 20B --batch 6 {LONG} --chunked-loss", "auto, release", offload="auto", release=True),
@@ -131,6 +143,7 @@ PRESETS: dict[str, list[str]] = {
     "3b": THREE,
     "3b-more": THREE_MORE,
     "13b": THIRTEEN,
+    "13b-accumulated": THIRTEEN_SUMMED,
     "20b": TWENTY,
     "32b": THIRTY,
     "curves": CURVES,
@@ -138,4 +151,6 @@ PRESETS: dict[str, list[str]] = {
 }
 JOBS = {"smoke": 6}  # runs side by side; all others are timed, and so alone
 PROBED = ("disk",)  # the disk itself is measured first
-TIMEOUTS = {"smoke": 60.0, "13b": 240.0, "20b": 300.0, "32b": 400.0, "curves": 240.0}  # seconds of one run
+TIMEOUTS = {  # seconds of one run
+    "smoke": 60.0, "13b": 240.0, "13b-accumulated": 300.0, "20b": 300.0, "32b": 400.0, "curves": 240.0,
+}  # fmt: skip

@@ -72,6 +72,7 @@ def _without_offload(run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[st
         for other in runs
         if other["zeor"] == "{}" and not other.get("error")
         and all(other[name] == run[name] for name in ("size", "batch", "tokens", "steps", "warmup", "device"))
+        and other.get("micro", 1) == run.get("micro", 1)
     ]  # fmt: skip
     same_clip = [other for other in alike if other["clip"] == run["clip"]]
     return (same_clip or alike or [None])[0]

@@ -41,7 +41,7 @@ zeor.CheckpointError(...): ValueError
 zeor.Float8(recipe='tensorwise', filter=None, codes=None, pad=False)
 zeor.Link(bandwidth, latency=1e-05, message=None)
 zeor.Machine(name, memory, products, products32, attention, hbm, elementwise, products8=0.0, pcie=49000000000.0, host_update=3800000000.0, disk=1400000000.0, launch=0.0001, fused=0.25, inside=Link(bandwidth=20000000000.0, latency=1e-05, message=None), across=Link(bandwidth=12500000000.0, latency=1.4e-05, message=2.7e-06), per_host=8, hides=True, native=True, cores=0, present=False)
-zeor.Offload(moments='host', master='host', grads='device', compute='device', update='device', folder=None, device_budget=None, host_budget=None, chunk=None, threads=None, pin=True, auto=False)
+zeor.Offload(moments='host', master='host', grads='device', compute='device', update='device', folder=None, device_budget=None, host_budget=None, chunk=None, threads=None, pin=True, auto=False, ahead=None)
 zeor.Plan(stage=3, precision=Precision(compute=None, reduce=None, master=None, fp8=None), reduction='mean', overlap=True, prefetch=1, kernel='auto', deterministic=False, buffers='mean', nonfinite='warn', timeout=600.0, methods=(), offload=None, moments='exact', release=False, delay=0, recompute=False, compile=False, paths='auto', keep_whole=0, across=None, wire=None)
 zeor.PowerSGD(rank=4, warmup=10)
 zeor.Precision(compute=None, reduce=None, master=None, fp8=None)

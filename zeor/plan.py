@@ -160,6 +160,9 @@ class Offload:
     chunk: elements streamed at a time; None: 16 million, or twice that for large models.
     threads: of an update on the host; None shares the cores among its ranks.
     pin=False: plain host memory, where too little can be pinned; copies then take several times as long.
+    ahead: state on the host is fetched while the last backward before step() goes on, into memory that activations have
+    left: "auto" as much as a measured step leaves free, or at most so many bytes; None: nothing. For loops that
+    accumulate. It has never run on a GPU.
     """
 
     moments: Any = "host"
@@ -174,6 +177,7 @@ class Offload:
     threads: int | None = None
     pin: bool = True
     auto: bool = False
+    ahead: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("pin", "auto"):
@@ -190,7 +194,14 @@ class Offload:
         _one_of("Offload.update", self.update, ("device", "host"))
         for name in ("device_budget", "host_budget"):
             object.__setattr__(self, name, _nbytes(f"Offload.{name}", getattr(self, name)))
+        if self.ahead != "auto":
+            object.__setattr__(self, "ahead", _nbytes("Offload.ahead", self.ahead))
         self._check_auto()
+        if self.ahead is not None and (self.update == "host" or self.uses_disk):
+            raise ValueError(
+                f"Offload.ahead={self.ahead!r} fetches state from host memory to the device, but here it is updated on "
+                "the host or rests on disk; leave ahead= out, or update='host' and the disk."
+            )
         if self.folder is not None:
             object.__setattr__(self, "folder", str(self.folder))
         if self.folder is None and self.uses_disk:
@@ -620,6 +631,11 @@ class Plan:
         grads_are_away = any(tier != "device" for tier, _ in offload.grads)
         if self.delay and grads_are_away:
             raise ValueError("With delay=1 gradients stay on the device; leave Offload.grads there.")
+        if offload.ahead is not None and (self.release or self.delay):
+            raise ValueError(
+                f"Offload.ahead={offload.ahead!r} fetches state for updates in step(), but with release=True or "
+                "delay=1 they go on beside the computation; leave one of them out."
+            )
         if self.stage < 2 and grads_are_away:
             raise ValueError(f"Offload.grads is away, but at stage {self.stage} gradients are whole; use stage=2 or 3.")
         if self.across in (1, 2) and self.compute_is_away:

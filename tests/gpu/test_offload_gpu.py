@@ -38,6 +38,34 @@ def train(rank: int, world: int, steps: int = 8, clip: bool = True, optimizer: s
     return digest_of(model)
 
 
+def summed(offload: zeor.Offload, steps: int = 6) -> tuple[str, int, int]:
+    """Micro-batches of 4 in a step: the digest, the most windows that were filled ahead, and the peak after step 3."""
+    torch.manual_seed(0)
+    model = Model(width=256, layers=6).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    zeor.shard(model, optimizer, precision="bf16", offload=offload)
+    ahead, filled, peak = state_of(model).steppers[0].streaming.ahead, 0, 0
+    for step in range(steps):
+        for part in range(4):
+            tokens = batch(4 * step + part, 0, 1)
+            logits = model(tokens[:, :-1])
+            torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            peak = max(peak, torch.cuda.max_memory_allocated() if step > 3 else 0)
+        filled = max(filled, 0 if ahead is None else ahead._windows.spares)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest_of(model), filled, peak
+
+
+def test_what_is_fetched_ahead_changes_no_bit_and_raises_no_peak():
+    """Never run: there was no GPU when it was written."""
+    digest, filled, peak = summed(zeor.Offload(chunk=CHUNK))
+    found = summed(zeor.Offload(chunk=CHUNK, ahead="auto"))
+    assert filled == 0 < found[1] and found[0] == digest
+    assert found[2] <= 1.02 * peak
+
+
 def digest_of(model: torch.nn.Module) -> str:
     """Of all parameters and moments."""
     digest = hashlib.sha256()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -163,6 +164,46 @@ def test_a_world_of_one_needs_only_what_an_update_needs(measured: Any) -> None:
         assert measured[1, stage, "fp32"][0]["held"]["transient_peak"] == 0
         largest = lay_out(BLOCK_LANES[0][0], 1).numel  # its master, and its gradient as wide as that
         assert measured[1, stage, "bf16"][0]["held"]["transient_peak"] == 2 * 4 * largest
+
+
+def run_summed(stage: int, quiet: bool, grads: str) -> dict[str, int]:
+    """Before the step after three micro-batches: gradients held, on the device and in all on the host; and the most
+    that no_sync has summed."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = zeor.Offload("device", "device", grads) if grads == "host" else None
+    zeor.shard(model, optimizer, stage=stage, precision="bf16", units=[Block], offload=offload)
+    for part in range(3):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(part))
+        with zeor.no_sync(model) if quiet and part < 2 else nullcontext():
+            model(x).float().square().mean().backward()
+    engine = api._state(model).engine
+    partial = engine.ledger.peaks.get("partial", 0)
+    return {"grad": zeor.report(model)["grad"], "partial": partial, "host": engine.places.store.nbytes["host"]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sums_over_micro_batches_are_those_that_the_planner_counts(ranks: Callable[..., list[Any]], world: int) -> None:
+    """4 bytes for each parameter inside no_sync, of slices outside; on the host where gradients rest there."""
+    with torch.device("meta"):
+        model = Model()
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    rounding = 512 * len(LANES)  # of torch's allocator, which the planner counts on the device
+    for stage, quiet, grads in ((3, False, "device"), (3, True, "device"), (1, False, "device"), (3, False, "host")):
+        offload = zeor.Offload("device", "device", grads) if grads == "host" else None
+        known = zeor.predict(
+            model, world=world, stage=stage, precision="bf16", units=[Block], offload=offload, accumulation=3,
+            sums_each=not quiet,
+        )  # fmt: skip
+        for found in ranks(run_summed, world, stage, quiet, grads):
+            if grads == "host":
+                assert (found["grad"], found["host"]) == (0, known.host)
+                assert known.host >= 0.99 * (2 + 4) * trained / world and known.accumulated < 4 * trained
+                continue
+            sums = found["partial"] if quiet else found["grad"] - (known.grad if stage == 1 else 0)
+            assert 0 <= known.accumulated - sums <= rounding
+            assert sums >= 0.99 * 4 * trained / (1 if quiet else world)
 
 
 def formula(world: int, prefetch: int) -> int:

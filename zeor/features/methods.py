@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from zeor.access.sharded import state_of
-from zeor.features.release import Release
 from zeor.plan import Plan
 from zeor.step.hooks import Entry, Hooks, find_entries
 
@@ -34,17 +33,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """With release=True: a backward inside reduces its gradients and adds them to the slices, without updating; the
-    next backward outside updates with the sum. Costs a slice of gradients, where no_sync keeps them whole."""
-    release = state_of(model).engine.find(Release)
-    if release is None:  # every backward adds to the slices, and step() updates
-        yield
-        return
-    before, release.keeps = release.keeps, True
+    """Another backward of this step follows those inside. Every backward adds to the slices; with release=True those
+    inside do so without updating, and the next one outside updates with the sum. Costs a slice of gradients, where
+    no_sync keeps them whole."""
+    backward = state_of(model).engine.backward
+    before, backward.accumulates = backward.accumulates, True
     try:
         yield
     finally:
-        release.keeps = before
+        backward.accumulates = before
 
 
 def entries_of(model: nn.Module, plan: Plan) -> list[Entry]:

@@ -29,7 +29,6 @@ class Release(Extension):
 
     def __init__(self, units: Sequence[Unit], reducer: Reducer, backward: Backward, counts: Counts):
         self._units, self._reducer, self._backward, self._counts = units, reducer, backward, counts
-        self.keeps = False  # inside zeor.accumulate
         self.updates: list[Callable[[Unit], None]] = []  # one for each optimizer
         self.waits: list[Callable[[Unit], bool]] = []  # whether one needs a unit's gradients in step() itself
         self.done: set[Unit] = set()  # since the last step
@@ -42,7 +41,7 @@ class Release(Extension):
             )
 
     def unit_reduced(self, unit: Unit) -> None:
-        if self.keeps or not self.updates or self._counts.mean or not self._backward.running:
+        if self._backward.accumulates or not self.updates or self._counts.mean or not self._backward.running:
             return
         if any(waits(unit) for waits in self.waits):
             return
@@ -57,7 +56,7 @@ class Release(Extension):
 
     def end_backward(self) -> None:
         """Who has a gradient is known."""
-        if self.keeps or not self.updates:
+        if self._backward.accumulates or not self.updates:
             return
         for unit in self._units:
             if unit in self.done or any(waits(unit) for waits in self.waits):

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -258,9 +259,12 @@ class DeviceMemory:
     """What an accelerator's memory is used for; on a host nothing is known of it."""
 
     _peaks: ClassVar[dict[torch.device, int]] = {}  # from before torch's own count was reset here
+    _meters: ClassVar[weakref.WeakSet[DeviceMemory]] = weakref.WeakSet()  # each may reset that count
 
     def __init__(self, device: torch.device):
         self._device, self._module = device, None
+        self._most = 0  # in use since this one's last reset, as others' resets have told
+        DeviceMemory._meters.add(self)
         if device.type != "cpu":
             self._module = torch.get_device_module(device)
 
@@ -293,7 +297,11 @@ class DeviceMemory:
         peak = int(self._module.max_memory_allocated(self._device))
         self._peaks[self._device] = max(peak, self._peaks.get(self._device, 0))
         self._module.reset_peak_memory_stats(self._device)
-        return peak
+        for meter in self._meters:
+            if meter._device == self._device:
+                meter._most = max(meter._most, peak)
+        most, self._most = self._most, 0
+        return most
 
     def failures(self) -> int:
         """How often memory ran out so far."""

@@ -79,6 +79,8 @@ class Stepper:
             if plan.offload is not None and plan.offload.auto:
                 self._auto = Auto(self.streaming, plan, axes, units, engine.places, drain)
             engine.add_extension(self.streaming)
+            if plan.offload is not None and plan.offload.ahead is not None and not engine.plain:
+                engine.add_extension(self.streaming.look_ahead(engine.backward, engine.ledger))
         self.state = KeptState(self.segments, self.one_pass, self.streaming, drain)
         self._first = True
         self._releases = engine.find(Release)
@@ -171,7 +173,8 @@ class Stepper:
             self._releases.updates.remove(self._release)
             self._releases.waits.remove(self._has_owners)
         if self.streaming is not None:
-            self.engine.remove_extension(self.streaming)
+            for extension in filter(None, (self.streaming, self.streaming.ahead)):
+                self.engine.remove_extension(extension)
             self.streaming.close()
         self._peers.remove(self.optimizer)
         driven.discard(self.optimizer)

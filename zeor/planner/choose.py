@@ -101,7 +101,16 @@ class Choice:
             cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:5], widths[1:]))]
             lines.append("  ".join([*cells, row[5]]).rstrip())
         left = len(fit) + len(self.refused) - len(shown)
-        return "\n".join([*lines, f"and {left} more"] if left else lines)
+        lines += [f"and {left} more"] * bool(left) + [self._sums()] * (self.accumulation > 1)
+        return "\n".join(lines)
+
+    def _sums(self) -> str:
+        """What micro-batches cost, and what does without."""
+        return (
+            f"Of the choice's memory {size(self.prediction.accumulated)} are sums of gradients over micro-batches, in "
+            "fp32. Several ranks that reduce every backward (no zeor.no_sync) keep slices of them; a batch that is not "
+            "cut has none (docs/offload.md)."
+        )
 
 
 def _row(found: Candidate) -> tuple[str, ...]:

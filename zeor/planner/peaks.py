@@ -93,13 +93,19 @@ def waiting_peak(model: Model, others: int) -> int:
 
 def accumulated_nbytes(model: Model) -> int:
     """Of gradients that are summed over micro-batches, in fp32: whole on every rank inside no_sync (4 bytes for each
-    parameter), slices where each micro-batch is reduced. On top of those of the last one."""
+    parameter), slices where each micro-batch is reduced. On top of those of the last one. Of sums that rest elsewhere
+    those of the root and of two units, which come and go."""
     if model.setting.accumulation == 1:
         return 0
-    lanes = [lane for lane in model.flat if lane.key.trainable]
-    sizes = [lane.held("grad") if model.setting.sums_each else lane.layout.numel for lane in lanes]
-    wide = [max(4, lane.key.reduce_dtype.itemsize) for lane in lanes]
-    return sum(rests.device_nbytes(numel * itemsize) for numel, itemsize in zip(sizes, wide))
+
+    def nbytes(lane: PlannedLane) -> int:
+        numel = lane.held("grad") if model.setting.sums_each else lane.layout.numel
+        return rests.device_nbytes(numel * max(4, lane.key.reduce_dtype.itemsize))
+
+    units = [[lane for lane in lanes if lane.key.trainable] for lanes in model.lanes]
+    away = [sum(nbytes(lane) for lane in lanes if lane.sums_rest) for lanes in units]
+    stays = sum(nbytes(lane) for lanes in units for lane in lanes if not lane.sums_rest)
+    return stays + away[0] + sum(sorted(away[1:])[-2:])
 
 
 def windows_stay(model: Model) -> bool:

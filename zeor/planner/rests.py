@@ -111,6 +111,13 @@ class PlannedLane(LaneSpec):
         return self.master_itemsize(self.wide)
 
     @property
+    def sums_rest(self) -> bool:
+        """Sums of several micro-batches are elsewhere between their backwards: see step/resting.py."""
+        setting = self.setting
+        rests = self.tiers.grads != "device" and not setting.grad_buffer and not setting.plan.release
+        return rests and self.key.trainable and setting.accumulation > 1 and setting.sums_each
+
+    @property
     def parts_of_update(self) -> int:
         return math.prod(self.sizes[axis] for axis in self.table.cut("update"))
 
@@ -148,6 +155,8 @@ class PlannedLane(LaneSpec):
             yield Array("grad", "device", (self.layout.numel * itemsize,))
         elif not self.setting.plan.release:
             yield Array("grad", self.tiers.grads, (self.held("grad") * itemsize,))
+            if self.sums_rest and itemsize < 4:  # beside those of a first micro-batch, which keep their memory
+                yield Array("grad", self.tiers.grads, (self.held("grad") * 4,))
 
     def _moments(self, part: int) -> Iterator[Array]:
         count, plan, segments = self.setting.moments, self.setting.plan, self.segments(part)

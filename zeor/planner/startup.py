@@ -19,6 +19,7 @@ from zeor.memory import device as devices
 from zeor.optim.kernels.registry import why_not
 from zeor.plan import Plan, Wire
 from zeor.planner.bytes import Loop, Source, kind_of, predicted, setting_of
+from zeor.planner.peaks import Model, accumulated_nbytes
 from zeor.step.unit import Unit
 
 log = logging.getLogger("zeor")
@@ -98,14 +99,25 @@ def _bytes(model: nn.Module, plan: Plan, axes: Axes, units: list[Unit], optimize
     source = Source(model, {"units": [unit.module for unit in units[1:] if unit.module is not None]})
     experts = None if axes.experts is None else axes.experts.sizes
     setting = setting_of(counted, axes.sizes, kind_of(optimizers), native, Loop(), experts)
-    found = predicted(source.model(setting)).prediction
+    known = source.model(setting)
+    found = predicted(known).prediction
     told = _told({role: getattr(found, role) for role in ("compute", "grad", "master", "moments", "residual")})
     if automatic:
         told += "; master and moments are placed by what is free at the first step"
     elif plan.streams:
         tiers = {tier: getattr(found, tier) for tier in ("device", "host", "disk", "window")}
         told += f"; by tier: {_told(tiers)}"
-    return f"{told}; at most {found.transient / 1e6:,.1f} MB more while a step runs"
+    return f"{told}; at most {found.transient / 1e6:,.1f} MB more while a step runs, {_sums(known)}"
+
+
+def _sums(known: Model) -> str:
+    """What micro-batches cost: whole sums inside zeor.no_sync, slices outside."""
+    whole, slices = (
+        accumulated_nbytes(replace(known, setting=replace(known.setting, accumulation=2, sums_each=each))) / 1e6
+        for each in (False, True)
+    )
+    told = f"{whole:,.1f} MB" if whole == slices else f"{slices:,.1f} MB ({whole:,.1f} MB inside zeor.no_sync)"
+    return f"and {told} in fp32 if it sums several micro-batches"
 
 
 def _told(nbytes: dict[str, int]) -> str:

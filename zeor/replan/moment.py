@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from zeor.access.sharded import Sharded
-from zeor.features.release import Release
 from zeor.step.grads import State
 from zeor.step.passes import inside_backward
 
@@ -42,8 +41,8 @@ def check_moment(state: Sharded, who: str) -> None:
 
 def check_outside_accumulation(state: Sharded, who: str) -> None:
     """RuntimeError inside zeor.no_sync and zeor.accumulate, for what makes another engine: they are the old one's."""
-    release = state.engine.find(Release)
-    if not state.engine.backward.sync or (release is not None and release.keeps):
+    backward = state.engine.backward
+    if not backward.sync or backward.accumulates:
         raise RuntimeError(f"{who} was called inside zeor.no_sync or zeor.accumulate; call it outside.")
 
 

@@ -42,6 +42,7 @@ class Backward:
         self._borrowed, self._plain = borrowed, plain
         self._coords = passes.axes.tensor_coords  # along mesh dimensions that are not ours
         self.sync = True  # False inside no_sync
+        self.accumulates = False  # inside zeor.accumulate: another backward of this step follows
         self.walk: Walk | None = None
         self._end: weakref.ref[Callable[[], None]] | None = None  # the callback autograd holds while a backward runs
         self._sync = True  # the one that runs reduces

@@ -156,6 +156,7 @@ class Engine:
         for part in (self.forward, self.backward, self.reducer, self.services):
             part.extend(self.extensions)
         self._heeds, self._step_ends = overriding(self.extensions, "heed"), overriding(self.extensions, "end_step")
+        self._drains = overriding(self.extensions, "drain")
         self._features = {type(each): each for each in self.extensions}
 
     def add_extension(self, extension: Extension) -> None:
@@ -367,6 +368,8 @@ class Engine:
             for lane in unit.lanes:
                 if lane.master is not None:
                     lane.master.settle()
+        for drain in self._drains:
+            drain()
 
     # ---- parameters that begin to train
 

@@ -13,7 +13,7 @@ that exchange (Note [Settled paths] in settling.py), so a feature says what its 
     backward    check_backward, says, begin_backward, grads_begun, factor, unit_reduced, told, needs_answer, heard,
                 grads_there, end_backward
     step        end_step
-    the user    heed, edited, froze, pause, resume
+    the user    heed, edited, froze, drain, pause, resume
     an error    abandon
 """
 
@@ -100,6 +100,9 @@ class Extension:
 
     def froze(self) -> None:
         """The user froze or unfroze a parameter on this rank."""
+
+    def drain(self) -> None:
+        """Somebody asks for weights or state as they rest: nothing may be under way."""
 
     def pause(self) -> None:
         """The model is shown as a plain one, for a while or for good."""

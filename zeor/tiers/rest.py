@@ -46,6 +46,11 @@ class Rest:
         return into
 
     @property
+    def version(self) -> int:
+        """Another one after each in-place write, through whichever view of it."""
+        return self._tensor._version
+
+    @property
     def away(self) -> bool:
         return self.tier != "device"
 

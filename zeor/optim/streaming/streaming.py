@@ -22,16 +22,20 @@ from torch import Tensor, nn
 
 from zeor.comm.observe import Observer, Record
 from zeor.layout import Segment
+from zeor.memory.buffers import Ledger
 from zeor.memory.device import thread_beside
 from zeor.optim.kernels.protocol import Kernel
 from zeor.optim.kernels.registry import kernel_for
 from zeor.optim.kernels.run import LaneRun, OnePass, as_kernels_read, lane_scale, runs_of
 from zeor.optim.parts.segments import Segments
+from zeor.optim.streaming.ahead import Ahead, Stretch
 from zeor.optim.streaming.chunks import Chunk, StockSteps, on_host
 from zeor.optim.streaming.host import HostUpdate, batch_numel, batches_of
 from zeor.optim.streaming.moments import Moments
+from zeor.optim.streaming.spare_room import SpareRoom
 from zeor.optim.streaming.windows import ChunkPart, Done, WindowRing, Work
 from zeor.plan import Plan
+from zeor.step.backward import Backward
 from zeor.step.extension import Extension
 from zeor.step.lane import Lane
 from zeor.step.unit import Unit
@@ -126,6 +130,7 @@ class Streaming(Extension):
         self._always = plan.moments != "exact" or plan.delay > 0
         self.chunk_numel = chunk_numel(plan, units)
         self._windows = WindowRing(device)
+        self.ahead: Ahead | None = None
         self._host: HostUpdate | None = None
         if plan.offload is not None and plan.offload.update == "host":
             wide = [lane for unit in units for lane in unit.lanes if lane.rest.wide]
@@ -136,6 +141,16 @@ class Streaming(Extension):
         self._in_flight: deque[Update] = deque()
         self._last: Update | None = None  # of this step
         self._steps = StockSteps(segments.optimizer, self.moments, self._windows.updates)
+
+    def look_ahead(self, backward: Backward, ledger: Ledger) -> Ahead:
+        """State is fetched before step() from here on, as the plan's `ahead` says."""
+        offload = self._plan.offload
+        assert offload is not None
+        most = offload.ahead if isinstance(offload.ahead, int) else None
+        budget = offload.device_budget if isinstance(offload.device_budget, int) else None
+        room = SpareRoom(self._device, most, budget)
+        self.ahead = Ahead(self._windows, backward, self._observer, ledger, room, self._state_parts)
+        return self.ahead
 
     def takes(self, lane: Lane) -> bool:
         """Whether this lane is updated here."""
@@ -271,7 +286,8 @@ class Streaming(Extension):
     def _begin_records(self, lane: Lane, chunks: list[list[ChunkPart]]) -> list[Record]:
         """Of an update on the device: what is fetched for it and what goes back."""
         windows, parts = self._windows, [part for chunk in chunks for part in chunk]
-        reads = [part for part in parts if part.rest.away and part.reads]
+        there = {id(part) for chunk in chunks if windows.is_ahead(chunk) for part in chunk if part.may_be_ahead}
+        reads = [part for part in parts if part.rest.away and part.reads and id(part) not in there]
         writes = [part for part in parts if part.rest.away and part.writes]
         found = []
         for verb, some, stream in (("fetch", reads, windows.fetches), ("update", parts, windows.updates),
@@ -279,7 +295,8 @@ class Streaming(Extension):
             if some or verb == "update":
                 tiers = ", ".join(sorted({part.rest.tier for part in some}))
                 nbytes = sum(part.nbytes for part in some)
-                found.append(self._observer.begin(verb, lane.place, nbytes, tiers, stream if reads or writes else None))
+                beside = stream if reads or writes else None
+                found.append(self._observer.begin(verb, lane.place, nbytes, tiers, beside))
         return found
 
     def _begin_host_records(self, lane: Lane, host: HostUpdate) -> list[Record]:
@@ -329,7 +346,10 @@ class Streaming(Extension):
         for run, step in zip(runs, made):
             for begin in range(run.begin, run.end, self.chunk_numel):
                 end = min(begin + self.chunk_numel, run.end)
-                chunks.append(self._parts(lane, run, begin, end))
+                stretch = Stretch(lane, run.where, run.segments[0], begin, end)
+                chunks.append([*self._state_parts(stretch), self._grad_part(stretch)])
+                if self.ahead is not None:
+                    self.ahead.learn(stretch)
                 steps.append(functools.partial(step, begin, end))
         return chunks, steps
 
@@ -354,30 +374,38 @@ class Streaming(Extension):
 
         return step
 
-    def _parts(self, lane: Lane, run: LaneRun, begin: int, end: int) -> list[ChunkPart]:
-        master, grads = lane.master, lane.grads
-        assert master is not None and grads is not None
+    def _state_parts(self, stretch: Stretch) -> list[ChunkPart]:
+        """What an update reads and writes of a chunk, without its gradient."""
+        lane, where, segment, begin, end = stretch
+        master = lane.master
+        assert master is not None
         # Where the master is kept beside it, compute is written only.
         parts = [
             ChunkPart(name, rest, begin, end, reads=not (name == "compute" and master.format == "wide"))
             for name, rest in master.arrays().items()
         ]
-        for name in self.moments.names(run.segments[0]):
+        for name in self.moments.names(segment):
             moment = self.moments.need(lane, name)
             parts.append(ChunkPart(name, moment.codes, begin, end))
             if moment.scales is not None:
-                scales = self.moments.scale_range(lane, run.where, begin, end)
+                scales = self.moments.scale_range(lane, where, begin, end)
                 parts.append(ChunkPart(f"{name} scales", moment.scales, scales.start, scales.stop))
+        return parts
+
+    def _grad_part(self, stretch: Stretch) -> ChunkPart:
+        grads = stretch.lane.grads
+        assert grads is not None
         if grads.resting is not None:
             grads.resting.spilled.hold(self._windows.fetches)  # its copy out, in backward -> its copy in
-        rest, first = grads.at_rest(run.where)
-        parts.append(ChunkPart("grad", rest, begin - first, end - first, writes=False))
-        return parts
+        rest, first = grads.at_rest(stretch.where)
+        return ChunkPart("grad", rest, stretch.begin - first, stretch.end - first, writes=False)
 
     def step_queued(self) -> None:
         """Everything of a step is queued. Its updates are done where forward waits for the last: what it computes from
         there on, the loss above all, needs the windows' memory more than they do."""
         last, self._last = self._last, None
+        if self.ahead is not None:
+            self.ahead.step_queued()
         if last is not None and not self._plan.delay:
             last.when_held(self._leave)
 
@@ -387,12 +415,16 @@ class Streaming(Extension):
             self._leave()
 
     def _leave(self) -> None:
-        if self._pump is None:
+        if self.ahead is not None:
+            self.ahead.leave()
+        elif self._pump is None:
             self._windows.leave()
         if self._host is not None:
             self._host.leave()
 
     def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.give_back()
         if self._host is not None:
             self._host.close()
         if self._pump is not None:
