@@ -95,7 +95,17 @@ def test_hard_numbers(device, codec):
     rows[12] = torch.arange(BLOCK) - 64.5
     rows[12, 0] = 127.0
     rows[13] = torch.where(torch.arange(BLOCK) % 2 == 0, 2.0**100, -(2.0**100))
+    rows = torch.cat([rows, (torch.arange(BLOCK) / 128 + 1 + 2.0**-8)[None]])  # halves between two numbers of bf16
     assert_same(codec, rows.view(-1).to(device))
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.chance and not codec.rotates], ids=str)
+def test_a_denormal_below_zero_is_rounded_down_where_the_noise_is_zero(device, codec):
+    numel = 1 << 17
+    values = torch.full((numel,), -1e-40)
+    values[::BLOCK] = 1.0
+    assert int((NOISE.fractions(numel, torch.device("cpu")) == 0).sum()) > 0
+    assert_same(codec, values.to(device))
 
 
 @EACH

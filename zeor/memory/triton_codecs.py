@@ -46,6 +46,7 @@ TINY_BITS = tl.constexpr(0x0D800000)  # of 2**-100
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
+LEAST_NEGATIVE = tl.constexpr(-0x7F800000)  # of -2**-126; read as whole numbers, only -0.0 and denormals are below
 # Added to a small number 1.5 * 2**23 rounds it to even and leaves it in the low bits; 2**23 does where it is >= 0.
 ROUNDING, ROUNDING_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 WHOLE, WHOLE_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
@@ -116,7 +117,9 @@ def _noise(word):
 @triton.jit
 def _by_chance(number, word):
     """The whole number at or below the sum of this one and a fraction of noise.py. The fraction, 16 bits over 2**16, is
-    an exact product, so there is one rounding, as in a sum."""
+    an exact product, so there is one rounding, as in a sum. `number` is no -0.0."""
+    # Triton's floor takes a denormal for zero, which is wrong below zero: such a number becomes the next normal one.
+    number = tl.maximum(number.to(tl.int32, bitcast=True), LEAST_NEGATIVE).to(tl.float32, bitcast=True)
     noise = _noise(word).to(tl.uint16).to(tl.float32)
     return tl.floor(tl.fma(noise, tl.full(noise.shape, 0.0000152587890625, tl.float32), number))
 
@@ -150,7 +153,7 @@ def _float8(scaled, word, LARGEST: tl.constexpr, CHANCE: tl.constexpr):
         multiple = _by_chance(multiple, word)
     sign = (multiple.to(tl.int32, bitcast=True) >> 24) & 0x80  # plain rounding keeps that of a zero
     code = (tl.abs(multiple) + WHOLE).to(tl.int32, bitcast=True) - WHOLE_BITS + ((power - least) >> (23 - mantissa))
-    if CHANCE:  # up from the largest
+    if CHANCE:  # just beyond -LARGEST
         code = tl.minimum(code, most)
     return code | sign
 
@@ -160,6 +163,8 @@ def _code(quarter, inverse, coded, word, LARGEST: tl.constexpr, CHANCE: tl.const
     """`coded`: blocks that are neither zero nor NaN as a whole; of others `inverse` of the unit is 0."""
     floats: tl.constexpr = LARGEST != INT8 and LARGEST != INT4
     scaled = quarter * inverse
+    if CHANCE:  # no -0.0
+        scaled = tl.fma(quarter, tl.broadcast_to(inverse, quarter.shape), tl.zeros_like(quarter))
     if floats and not CHANCE:  # zeros have signs
         code = _float8(tl.where(scaled != scaled, 0.0, scaled), word, LARGEST, CHANCE)
     else:
