@@ -194,4 +194,4 @@ def _first_bad_here(slots: Sequence[Slot]) -> Slot | None:
 def _is_suspect(grads: GradLane) -> bool:
     if not all(math.isfinite(part.sum()) for part in grads.own_parts()):
         return True
-    return any(scale is not None and not abs(scale) <= 1 for scale in grads.scales)  # it may make inf of a number
+    return any(scale is not None and not abs(float(scale)) <= 1 for scale in grads.scales)  # it may make inf
