@@ -123,7 +123,7 @@ def sums_of(power: float) -> list[Tensor]:
 
 
 def test_gradients_whose_squares_are_more_than_fp32_holds_are_sent_alike(ranks):
-    for small, large in zip(ranks(sums_of, 2, 1.0), ranks(sums_of, 2, 2.0**80)):
+    for small, large in zip(ranks(sums_of, 2, 1.0), ranks(sums_of, 2, 2.0**80), strict=True):
         assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(small, large, strict=True))
 
 
