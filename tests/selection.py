@@ -29,8 +29,14 @@ SOME: dict[str, dict[str, int]] = {
     "checkpoint/test_kill.py": {"test_no_kill_around_a_save_loses_a_checkpoint_or_loads_wrong_values": 1},
     "checkpoint/test_shortened.py": {"test_a_save_from_a_shortened_file_is_one_sentence": 1},
     "comm/test_frozen.py": {"test_a_rank_that_freezes_or_dies_does_not_hold_the_other": 1},
-    "comm/launch/test_launch.py": {"test_nobody_on_the_network_is_let_in": 1},
+    "comm/launch/test_launch.py": {
+        "test_nobody_on_the_network_is_let_in": 1,
+        "test_a_script_without_a_guard_sends_closures_and_exits_quietly": 0,
+        "test_a_failing_rank_ends_those_that_wait_for_it_in_a_collective": 1,
+    },
+    "comm/test_verbs.py": {"test_asking_gloo_whether_a_gather_is_done_does_not_hang_under_a_profiler": 0},
     "comm/test_meeting.py": {"test_a_rank_that_leaves_the_path_is_named_on_every_rank": 12},
+    "examples/test_experts.py": {"test_experts_lower_the_held_out_loss": 0},
     "examples/test_fetch.py": {"test_ranks_that_ask_at_once_fetch_once": 0},
     "examples/test_language.py": {
         "test_gpt_pretraining_lowers_the_held_out_loss": 0,
@@ -62,9 +68,14 @@ SOME: dict[str, dict[str, int]] = {
         "test_model_with_two_backwards": 2,
     },
     "parity/test_release.py": {"test_it_changes_no_bit_at_any_stage_and_place": 2},
+    "parity/test_tensor.py": {"test_models_of_transformers": 2},
     "parity/test_wires.py": {"test_a_wire_across_gives_the_same_bits_where_updates_are_cut_alike": 0},
     "parity/test_zoo.py": {"test_stages_are_the_same_bits_and_equal_one_process": 5},
     "planner/test_budget.py": {"test_without_a_batch_the_device_stays_within_its_budget": 5},
+    "planner/test_mesh_part.py": {"test_one_rank_of_256_on_a_fake_group_holds_what_was_predicted": 0},
+    "planner/test_peaks.py": {
+        "test_peaks_of_the_largest_are_within_5_percent_of_those_measured_and_never_under": 0,
+    },
     "planner/test_rests.py": {
         "test_resident_bytes_by_role_and_tier_are_exact": 1, "test_gradients_on_the_device_are_exact": 1,
         "test_windows_are_as_large_as_planned": 1,

@@ -237,6 +237,7 @@ def _with_others(rows):
     return len(rows)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("select", PAIRS)
 def test_recompute_compile_accumulation_and_offload_keep_the_bits(ranks, select):
     factors = {name: [repr(value) for value in values] for name, values in FACTORS.items()}  # rows are hashed

@@ -395,6 +395,7 @@ def compare_compiled(room, kept):
         assert graphs == [2, *[4] * (STEPS - 1)]
 
 
+@pytest.mark.whole
 @pytest.mark.long
 def test_compiled_blocks_keep_what_fits(ranks):
     ranks(compare_compiled, 2, None, [True] * BLOCKS, timeout=300)

@@ -191,6 +191,7 @@ def trained(options: list[dict[str, Any]]) -> list[bytes]:
     return found
 
 
+@pytest.mark.whole
 def test_options_change_no_bit(ranks: Callable) -> None:
     for found in ranks(trained, 4, [{}, {}, *ALIKE], timeout=240):
         assert [each == found[0] for each in found] == [True] * (2 + len(ALIKE))
