@@ -205,10 +205,10 @@ def test_products_are_kept_first_and_then_all_as_memory_grows() -> None:
     assert again.device_peak < products.device_peak < plain.device_peak
     limits = range(again.device_peak, plain.device_peak + 3 * a_product, a_product)
     found = [foreseen("auto", limit) for limit in limits]
-    assert all(each.device_peak <= limit for each, limit in zip(found, limits))
+    assert all(each.device_peak <= limit for each, limit in zip(found, limits, strict=True))
     kept = [(each.products + each.kept, each.kept) for each in found]
     assert kept == sorted(kept) and kept[0] == (0, 0) and kept[-1] == (UNITS, UNITS) and (UNITS, 0) in kept
-    for each, (some, _) in zip(found, kept):
+    for each, (some, _) in zip(found, kept, strict=True):
         assert each.time is not None
         assert each.time.seconds == pytest.approx(again.time.seconds - some)
 
