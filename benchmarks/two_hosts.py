@@ -14,7 +14,7 @@ A system is a name of cpu_systems.py, `ddp bf16` (the bf16 compression hook), `d
 PowerSGD hook of that rank, from the second step on), `fsdp2` or `hsdp` (torch's, cut over a host and repeated across
 hosts) followed by `bf16` or `whole` (no resharding after forward), `deepspeed2` where DeepSpeed is installed, or any
 zeorN followed by arguments of zeor.shard, such as `zeor2 precision=bf16`, `zeor3 hierarchy=2` or `zeor2 wire=int4`
-(`wire=int8/int4`: weights by int8, gradients by int4; `wire=int4/int4+stochastic+rotate`; gradients may also go by
+(`wire=int2/int4`: weights by int2, gradients by int4; `wire=int4/int4+stochastic+rotate`; gradients may also go by
 `powersgd4`, `topk1%`, `randomk10%` or `sign`, alone or behind a slash: `zeor2 wire=int4/powersgd4`; `wire=auto` chooses
 after five steps, so give it `--warmup 6`).
 

@@ -87,7 +87,8 @@ def check_differences(axis: Axis, codec: Codec, falls: float) -> None:
         Gather(axis, full, parts[axis.rank], "gather", Coded(codec, NUMEL, Ledger(), differs=True)).start().wait()
         apart.append(float((full - exact).abs().max() / exact.abs().max()))
         assert same_bits(full, verbs.gather(axis, full.clone(), full.view(axis.size, -1)[axis.rank], "same").wait())
-    assert all(after <= falls * before + 1e-7 for after, before in zip(apart, [1.0, *apart[:-1]], strict=True)), apart
+    before = [1.0, *apart[:-1]]
+    assert all(now <= falls * last + 1e-7 for last, now in zip(before, apart, strict=True)), apart
     assert apart[-1] < 1e-6, apart
 
 

@@ -16,9 +16,9 @@ from zeor.planner.machine import Machine
 from zeor.spec.travel import Leg
 
 # Nanoseconds for an element, by one core's processor time (an EPYC with AVX-512; a million normal numbers in fp32).
-_ENCODE = {"bf16": 0.46, "int8": 2.8, "int4": 3.2, "fp8_e4m3": 3.2, "fp8_e5m2": 3.2}
-_DECODE = {"bf16": 0.07, "int8": 0.23, "int4": 0.46, "fp8_e4m3": 2.8, "fp8_e5m2": 2.8}
-_CHANCE, _TURN = 2.5, 7.2  # more: of rounding by chance, and of a rotation, each way
+_ENCODE = {"bf16": 0.46, "int8": 1.2, "int4": 1.4, "int2": 1.6, "fp8_e4m3": 1.6, "fp8_e5m2": 1.7}
+_DECODE = {"bf16": 0.07, "int8": 0.26, "int4": 0.45, "int2": 1.0, "fp8_e4m3": 3.0, "fp8_e5m2": 0.56}
+_CHANCE, _TURN = 1.7, 4.0  # more: of rounding by chance, and of a rotation, each way
 _FUSED = ("int8", "int4")
 _PASSES = 10.0  # over the values, of formats that have no fused kernel, by plain operations
 
