@@ -46,7 +46,9 @@ def test_the_page_has_a_program_for_each_tool_that_is_run():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tool", ["peft", "schedulefree", "tqdm", *map(needs, REST)])
+@pytest.mark.parametrize(
+    "tool", [pytest.param("peft", marks=pytest.mark.whole), "schedulefree", "tqdm", *map(needs, REST)]
+)
 def test_a_program_gives_what_the_same_lines_give_in_one_process(found, tool):
     two, one = found(tool)
     for stage in STAGES:
@@ -63,6 +65,7 @@ def test_8_bit_states_are_close_to_one_process_and_the_same_bits_at_both_stages(
         assert rank[f"{tool} 3"]["loss"] == pytest.approx(one[tool]["loss"], rel=2e-3)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", STAGES)
 def test_adapters_are_saved_loaded_and_merged_by_peft_itself(found, stage):
     two, one = found("peft")
