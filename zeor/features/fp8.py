@@ -95,7 +95,8 @@ def _routes(model: nn.Module, name: str, linear: nn.Linear) -> bool:
     parent, _, last = name.rpartition(".")
     if last not in _ROUTERS or linear.out_features >= linear.in_features:
         return False
-    others = [each for each in model.get_submodule(parent).children() if each is not linear]
+    beside = model.get_submodule(parent).named_children()
+    others = [each for at, each in beside if each is not linear and not at.startswith("lora")]
     return not any(isinstance(each, nn.Linear) and each.weight.shape == linear.weight.shape for each in others)
 
 
