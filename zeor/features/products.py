@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from zeor.features.random_state import Rng
+from zeor.step.passes import inside_backward
 
 # An element-wise operation reads and writes at least 4 bytes for a 16-bit element. A GPU that multiplies at 600 TFLOP/s
 # and moves 4.8 TB/s does 250 multiply-adds meanwhile. Reckoned, not measured.
@@ -119,6 +120,22 @@ class Counted(Listener):
             storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in _tensors(result)}
             self.nbytes += sum(storages.values())
         return result
+
+
+def counting(forward: Callable[..., Any], tell: Callable[[int], None]) -> Callable[..., Any]:
+    """The same forward, whose recomputations tell how many products they have run."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not inside_backward():
+            return forward(*args, **kwargs)
+        counted = Counted()
+        try:
+            with counted:
+                return forward(*args, **kwargs)
+        finally:  # torch ends a recomputation by an exception
+            tell(counted.count)
+
+    return run
 
 
 class _Result(NamedTuple):

@@ -38,7 +38,7 @@ from zeor.features.keeping import Call, Keeping
 from zeor.features.levels import Level
 from zeor.features.own_checkpoints import OwnCheckpoints
 from zeor.features.probing import Kind, Trial, kind_of
-from zeor.features.products import Counted, Products
+from zeor.features.products import Products, counting
 from zeor.model.wrapped import unwrapped
 from zeor.step.extension import NEWS, Extension
 from zeor.step.passes import inside_backward
@@ -147,23 +147,13 @@ class KeepsProducts(Recompute):
     def _checkpointed(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         count = self._counts.get(module)
         if count is None:
-            forward = self._counted(module, forward)
+            forward = counting(forward, functools.partial(self._told, module))
         elif count:
             forward = Products(self._device, count).around(forward)
         return super()._checkpointed(module, forward, args, kwargs)
 
-    def _counted(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not inside_backward():
-                return forward(*args, **kwargs)
-            counted = Counted()
-            try:
-                with counted:
-                    return forward(*args, **kwargs)
-            finally:  # torch ends a recomputation by an exception
-                self._counts[module] = max(self._counts.get(module, 0), counted.count)
-
-        return run
+    def _told(self, module: nn.Module, count: int) -> None:
+        self._counts[module] = max(self._counts.get(module, 0), count)
 
     def _compiled_call(self, module: nn.Module, arguments: Any) -> CompiledCall:
         return CompiledCall(keeps=True)

@@ -26,7 +26,7 @@ from zeor.features.activations import (
     Shelved,
     is_worth_sending,
 )
-from zeor.features.products import Counted, Products
+from zeor.features.products import Products, counting
 from zeor.features.recompute import _chosen, _inside_checkpoint, _without_caches, asks_offload
 from zeor.model.discover import UnitSpec
 from zeor.step.passes import inside_backward
@@ -75,18 +75,7 @@ class Again:
         self.counts.append(0)
         if call < len(self._kept):
             return Products(torch.device("cpu"), self._kept[call]).around(forward)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not inside_backward():
-                return forward(*args, **kwargs)
-            counted = Counted()
-            try:
-                with counted:
-                    return forward(*args, **kwargs)
-            finally:  # torch ends a recomputation by an exception
-                self.counts[call] = counted.count
-
-        return run
+        return counting(forward, functools.partial(self.counts.__setitem__, call))
 
     @staticmethod
     def _offloaded(forward: Callable[..., Any], call: _AgainCall) -> Any:
