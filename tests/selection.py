@@ -378,7 +378,6 @@ SOME: dict[str, dict[str, int]] = {
         "test_windows_are_as_large_as_planned": 1,
     },
     "planner/test_wires.py": {"test_bytes_are_as_foreseen": 0, "test_bytes_of_what_is_kept_are_as_foreseen": 1},
-    "programs/test_programs.py": {"test_programs_are_right_or_refused": 3},
     "replan/test_kept.py": {"test_matrices_of_owners_travel": 0, "test_other_worlds": 1},
     "replan/test_moving.py": {"test_every_element_arrives_in_messages_of_any_length": 2},
     "replan/test_park.py": {
